@@ -1,0 +1,1 @@
+"""What runs a seam's collective (DESIGN section 5)."""

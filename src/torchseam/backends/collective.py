@@ -1,0 +1,38 @@
+"""`collective`: torch.distributed's all_reduce (NCCL, gloo, ...), then one local operator.
+
+The backend that runs everywhere. The sum is torch.distributed's own, so it has the bits of the
+eager model's all_reduce: equal on all ranks, but for more than two ranks its order is that of the
+library's algorithm and not the rank order of DESIGN section 4, rule 1 (which holds for our kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from torchseam.backends import local
+from torchseam.seam import Seam
+
+NAME = "collective"
+
+
+def run(
+    seam: Seam,
+    x: Tensor,
+    residual: Tensor | None,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    scales: Sequence[Tensor],
+) -> list[Tensor]:
+    """Sum x over the ranks of `seam.reduce.group`, then the rest of the seam."""
+    assert seam.reduce is not None
+    reduced = x.clone(memory_format=torch.contiguous_format)
+    if reduced.numel():
+        group = _resolve_process_group(seam.reduce.group)  # type: ignore[arg-type]
+        dist.all_reduce(reduced, group=group)
+    outputs = local.run(seam.local(), reduced, residual, inner_weight, weight, scales)
+    return [reduced, *outputs] if "reduced" in seam.outputs else outputs

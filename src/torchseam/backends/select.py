@@ -1,0 +1,42 @@
+"""Which backend runs a seam.
+
+Today one backend exists, so the choice is its check: `auto` is `collective`, and a backend by name
+that this version does not have is refused with the reason, never swapped for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+from torch import Tensor
+
+from torchseam.backends import collective, local
+from torchseam.config import BACKENDS
+from torchseam.seam import Seam
+
+_BACKENDS: dict[str, ModuleType] = {collective.NAME: collective}
+
+
+def resolve(name: str) -> str:
+    """The name of the backend that a configured `name` means; ValueError when it cannot run here."""
+    if name == "auto":
+        return collective.NAME
+    if name in _BACKENDS:
+        return name
+    known = f"backend {name!r} is planned, but not part of this version" if name in BACKENDS else f"backend is {name!r}"
+    raise ValueError(f"{known}; what works: 'auto', {', '.join(map(repr, _BACKENDS))}")
+
+
+def run(
+    seam: Seam,
+    x: Tensor,
+    residual: Tensor | None,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    scales: Sequence[Tensor],
+) -> list[Tensor]:
+    """Run a validated seam (argument shapes: `torchseam.ops.seam`)."""
+    if seam.reduce is None:
+        return local.run(seam, x, residual, inner_weight, weight, scales)
+    return _BACKENDS[resolve(seam.reduce.backend)].run(seam, x, residual, inner_weight, weight, scales)

@@ -1,0 +1,1 @@
+"""The compiler: find seams in a captured graph, decide, rewrite, report."""

@@ -1,0 +1,1 @@
+"""Dialects: how one producer of graphs spells a part of a seam. Each names nodes, none decides."""

@@ -1,0 +1,173 @@
+"""Grow the longest chain of parts around every norm: all_reduce, inner norm, residual, norm, quantisers.
+
+Finding only names parts and says how they hang together. What may be fused is `plan`'s business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from torchseam.compiler.dialects.collectives import AllReduce, all_reduces
+from torchseam.compiler.dialects.norms import NormMatch, NormMiss, is_rsqrt, match_norm
+from torchseam.compiler.dialects.quants import QuantMatch, match_quant
+from torchseam.compiler.dialects.views import aten, strip, value, viewed
+
+Views = tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class FoundQuant:
+    """A quantiser that reads the norm through `views`."""
+
+    match: QuantMatch
+    views: Views
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One candidate seam.
+
+    x -> [reduce] -> x_views -> [inner] -> [+ residual = add] -> norm_views -> norm -> quants.
+    `x` is the input of the first part that is present.
+    """
+
+    norm: NormMatch
+    x: Node
+    x_views: Views = ()
+    reduce: AllReduce | None = None
+    inner: NormMatch | None = None
+    add: Node | None = None
+    residual: Node | None = None
+    norm_views: Views = ()
+    quants: tuple[FoundQuant, ...] = ()
+
+
+@dataclass
+class Findings:
+    """What a graph holds: candidate seams in graph order, all_reduces that no chain took, unreadable norms."""
+
+    chains: list[Chain] = field(default_factory=list)
+    loose_reduces: list[AllReduce] = field(default_factory=list)
+    misses: list[NormMiss] = field(default_factory=list)
+
+
+def _quants_of(norm: NormMatch) -> tuple[FoundQuant, ...]:
+    """Quantisers that read a norm, directly or through row views."""
+    found: list[FoundQuant] = []
+    queue: list[tuple[Node, Views]] = [(norm.output, ())]
+    while queue:
+        node, views = queue.pop(0)
+        for user in node.users:
+            if viewed(user) is node:
+                queue.append((user, (*views, user)))
+            elif (match := match_quant(user)) is not None and match.input is node:
+                found.append(FoundQuant(match, views))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a summand comes from: an all_reduce, perhaps through an inner norm."""
+
+    reduce: AllReduce
+    inner: NormMatch | None
+    views: Views
+
+
+def _source(
+    node: Node, reduces: dict[Node, AllReduce], norms: dict[Node, NormMatch], inner_too: bool
+) -> _Source | None:
+    producer, views = strip(node)
+    if producer in reduces:
+        return _Source(reduces[producer], None, views)
+    if inner_too and producer in norms:
+        inner = norms[producer]
+        below, more = strip(inner.input)
+        if below in reduces:
+            return _Source(reduces[below], inner, (*more, *views))
+    return None
+
+
+def _is_plain_add(node: Node) -> bool:
+    if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return False
+    a, b = node.args[:2]
+    if not (isinstance(a, Node) and isinstance(b, Node)) or value(a) is None or value(b) is None:
+        return False
+    return value(a).dim() > 0 and value(a).shape == value(b).shape
+
+
+def _grow(
+    norm: NormMatch,
+    order: dict[Node, int],
+    reduces: dict[Node, AllReduce],
+    norms: dict[Node, NormMatch],
+    taken: set[Node],
+) -> Chain:
+    """The longest chain that ends in `norm`, taking no all_reduce that another chain has."""
+    quants = _quants_of(norm)
+    free = {node: r for node, r in reduces.items() if node not in taken}
+    producer, norm_views = strip(norm.input)
+    if _is_plain_add(producer):
+        a, b = producer.args[:2]
+        sources = [(_source(a, free, norms, True), b), (_source(b, free, norms, True), a)]
+        best = max(
+            ((s, other) for s, other in sources if s is not None),
+            key=lambda pair: order[pair[0].reduce.node],
+            default=None,
+        )
+        if best is not None:
+            source, residual = best
+            return Chain(
+                norm,
+                source.reduce.input,
+                source.views,
+                source.reduce,
+                source.inner,
+                producer,
+                residual,
+                norm_views,
+                quants,
+            )
+        return Chain(norm, a, (), None, None, producer, b, norm_views, quants)
+    if producer in free:
+        return Chain(norm, free[producer].input, (), free[producer], None, None, None, norm_views, quants)
+    return Chain(norm, norm.input, quants=quants)
+
+
+def find(graph: Graph) -> Findings:
+    """All candidate seams of a functional post-grad graph. Linear in the number of nodes."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    reduces = {r.node: r for r in all_reduces(graph)}
+    findings = Findings()
+    norms: dict[Node, NormMatch] = {}
+    for node in graph.nodes:
+        if not is_rsqrt(node):
+            continue
+        match = match_norm(node)
+        if isinstance(match, NormMatch):
+            norms[match.output] = match
+        elif isinstance(match, NormMiss):
+            findings.misses.append(match)
+    ordered = sorted(norms.values(), key=lambda n: order[n.output])
+    taken: set[Node] = set()
+    inners: set[Node] = set()
+    chains: dict[Node, Chain] = {}
+    # Sandwiches first: their first norm would otherwise take the all_reduce for itself.
+    for sandwich in (True, False):
+        for norm in ordered:
+            if norm.output in chains or norm.output in inners:
+                continue
+            chain = _grow(norm, order, reduces, norms, taken)
+            if sandwich and chain.inner is None:
+                continue
+            chains[norm.output] = chain
+            if chain.reduce is not None:
+                taken.add(chain.reduce.node)
+            if chain.inner is not None:
+                inners.add(chain.inner.output)
+    findings.chains = [chains[n.output] for n in ordered if n.output in chains]
+    findings.loose_reduces = [r for node, r in reduces.items() if node not in taken]
+    return findings

@@ -1,0 +1,271 @@
+"""Decide what of a found chain may be fused; every refusal has a reason from a closed list.
+
+`decide` is the only place that guards. When a part is refused the rest of the chain still fuses:
+a quantiser is left as its own op, a collective as its own sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from torchseam.backends import select
+from torchseam.compiler.dialects.collectives import AllReduce
+from torchseam.compiler.dialects.norms import NormMatch
+from torchseam.compiler.dialects.views import last_dim, strip, value
+from torchseam.compiler.find import Chain, Findings, FoundQuant
+from torchseam.compiler.report import Reason, Refusal, source_line
+from torchseam.config import SeamConfig
+
+_SUM = ("sum",)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass
+class Plan:
+    """Chains to rewrite, in graph order, and what was refused.
+
+    `plain_norms`: norms that are no seam. `exact_norms`: those of them that are rewritten all the
+    same because the configuration asks for exactness (they are among `chains`).
+    """
+
+    chains: list[Chain]
+    refusals: list[Refusal]
+    plain_norms: int = 0
+    exact_norms: int = 0
+
+
+def _refuse(part: str, reason: Reason, detail: str, node: Node) -> Refusal:
+    return Refusal(part, reason, detail, node.name, source_line(node))
+
+
+def internal_nodes(chain: Chain) -> list[Node]:
+    """Every node that the fused operator stands for, inputs excluded."""
+    nodes: list[Node] = []
+    if chain.reduce is not None:
+        nodes += chain.reduce.nodes
+    nodes += chain.x_views
+    if chain.inner is not None:
+        nodes += chain.inner.nodes
+    if chain.add is not None:
+        nodes.append(chain.add)
+    nodes += [*chain.norm_views, *chain.norm.nodes]
+    for quant in chain.quants:
+        nodes += [*quant.views, *quant.match.nodes]
+    return list(dict.fromkeys(nodes))
+
+
+class _Ancestry:
+    """Answers whether a node is computed from any of a set of nodes, looking no further up than they are."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+
+    def depends(self, node: Node, on: set[Node]) -> bool:
+        first = min(self.order[n] for n in on)
+        seen: set[Node] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current in on:
+                return True
+            if current in seen or self.order[current] < first:
+                continue
+            seen.add(current)
+            stack += current.all_input_nodes
+        return False
+
+
+# ---- guards: each returns None, or why the part must be left alone ------------------------------
+
+
+def _guard_group(reduce: AllReduce) -> tuple[Reason, str] | None:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        _resolve_process_group(reduce.group)
+    except (RuntimeError, ValueError, KeyError) as error:
+        return Reason.UNKNOWN_GROUP, f"group {reduce.group!r}: {error}"
+    return None
+
+
+def _guard_reduce(chain: Chain, config: SeamConfig) -> tuple[Reason, str] | None:
+    reduce = chain.reduce
+    assert reduce is not None
+    if not config.fuse_all_reduce:
+        return Reason.DISABLED, "SeamConfig.fuse_all_reduce is False"
+    if reduce.op not in _SUM:
+        return Reason.ALL_REDUCE_NOT_SUM, f"its op is {reduce.op!r}"
+    if set(reduce.start.users) != {reduce.node}:
+        return Reason.ALL_REDUCE_READ_EARLY, f"{len(reduce.start.users)} nodes read it"
+    return _guard_group(reduce)
+
+
+def _guard_norm(norm: NormMatch) -> tuple[Reason, str] | None:
+    val = value(norm.input)
+    if val is None or val.dtype not in _FLOATS:
+        return Reason.DTYPE, f"the norm reads {None if val is None else val.dtype}"
+    if not isinstance(val.shape[-1], int):
+        return Reason.SHAPE, "the hidden size is symbolic"
+    weight = None if norm.weight is None else value(norm.weight)
+    if weight is not None and weight.dtype not in _FLOATS:
+        return Reason.DTYPE, f"the weight is {weight.dtype}"
+    if weight is not None and tuple(weight.shape) != (val.shape[-1],):
+        return Reason.SHAPE, f"the weight has shape {tuple(weight.shape)}, the rows {val.shape[-1]} values"
+    return None
+
+
+def _guard_activations(chain: Chain) -> tuple[Reason, str] | None:
+    """x, the residual, the inner norm and the norm's input must be of one dtype and one row length."""
+    named = {"x": chain.x, "residual": chain.residual, "sum": chain.add}
+    if chain.reduce is not None:
+        named["all_reduce"] = chain.reduce.node
+    if chain.inner is not None:
+        named |= {"inner norm": chain.inner.input, "inner norm's output": chain.inner.output}
+    want, hidden = value(chain.norm.input), last_dim(chain.norm.input)
+    for name, node in named.items():
+        if node is None:
+            continue
+        val = value(node)
+        if val is None or val.dtype is not want.dtype:
+            return (
+                Reason.DTYPE,
+                f"{name} is {None if val is None else val.dtype}, the norm reads {want.dtype}",
+            )
+        if last_dim(node) != hidden:
+            return Reason.SHAPE, f"{name} has rows of {last_dim(node)}, the norm of {hidden}"
+    return None
+
+
+def _guard_quant(found: FoundQuant, chain: Chain, config: SeamConfig) -> tuple[Reason, str] | None:
+    quant = found.match.quant
+    if quant.scheme not in config.schemes:
+        return Reason.DISABLED, f"SeamConfig.schemes is {config.schemes}"
+    hidden = last_dim(chain.norm.input)
+    if hidden % quant.multiple_of:
+        return Reason.HIDDEN_SIZE, f"{hidden} is not a multiple of {quant.multiple_of}"
+    scale = found.match.scale
+    if scale is not None:
+        val = value(scale)
+        if val is None or val.dtype is not torch.float32:
+            return Reason.DTYPE, f"the scale is {None if val is None else val.dtype}, not float32"
+        if val.numel() != 1:
+            return Reason.SHAPE, f"the scale has shape {tuple(val.shape)}, not one number"
+        if val.device != value(chain.norm.input).device:
+            return Reason.DTYPE, f"the scale is on {val.device}"
+    return None
+
+
+def _guard_inputs(chain: Chain, ancestry: _Ancestry) -> tuple[Reason, str] | None:
+    """Residual and weights must exist before the seam begins."""
+    inside = set(internal_nodes(chain))
+    for node in (chain.residual, chain.inner.weight if chain.inner else None, chain.norm.weight):
+        if node is not None and ancestry.depends(node, inside):
+            return Reason.DEPENDENCE, f"{node.name} is"
+    return None
+
+
+def _guard_scale(found: FoundQuant, inside: set[Node], ancestry: _Ancestry) -> tuple[Reason, str] | None:
+    scale = found.match.scale
+    if scale is not None and ancestry.depends(scale, inside):
+        return Reason.DEPENDENCE, f"the scale {scale.name} is"
+    return None
+
+
+# ---- decisions ----------------------------------------------------------------------------------
+
+
+def _without_reduce(chain: Chain) -> Chain:
+    """The chain that begins after its all_reduce."""
+    assert chain.reduce is not None
+    return dataclasses.replace(chain, x=chain.reduce.node, reduce=None)
+
+
+def _norm_only(chain: Chain) -> Chain:
+    """The chain that begins at its norm."""
+    return Chain(chain.norm, chain.norm.input, quants=chain.quants)
+
+
+def _prune(chain: Chain, guard: Callable[[FoundQuant], tuple[Reason, str] | None], refusals: list[Refusal]) -> Chain:
+    kept = []
+    for found in chain.quants:
+        problem = guard(found)
+        if problem is None:
+            kept.append(found)
+        else:
+            refusals.append(_refuse(found.match.quant.scheme, *problem, found.match.nodes[-1]))
+    return dataclasses.replace(chain, quants=tuple(kept))
+
+
+def _split(chain: Chain) -> list[Chain]:
+    """A chain cut before its residual: what the collective still fuses with, and the norm after it."""
+    if chain.inner is None or chain.reduce is None:
+        return [_norm_only(chain)]
+    _, views = strip(chain.inner.input)
+    return [Chain(chain.inner, chain.reduce.input, (), chain.reduce, norm_views=views), _norm_only(chain)]
+
+
+def decide(chain: Chain, config: SeamConfig, ancestry: _Ancestry, refusals: list[Refusal]) -> list[Chain]:
+    """The largest parts of a chain that may be fused; empty when its norm cannot be.
+
+    One chain comes back as one, or as two when something forbids the residual of a sandwich.
+    """
+    for norm in filter(None, (chain.norm, chain.inner)):
+        problem = _guard_norm(norm)
+        if problem is not None:
+            if chain.reduce is not None or chain.quants:
+                refusals.append(_refuse("norm", *problem, norm.output))
+            return []
+    if chain.reduce is not None and (problem := _guard_reduce(chain, config)) is not None:
+        refusals.append(_refuse("all_reduce", *problem, chain.reduce.node))
+        chain = _without_reduce(chain)
+    problem = _guard_activations(chain) or _guard_inputs(chain, ancestry)
+    if problem is not None:
+        if chain.add is None:  # the norm itself is at fault: nothing shorter is left
+            refusals.append(_refuse("norm", *problem, chain.norm.output))
+            return []
+        if chain.reduce is not None or chain.quants:
+            refusals.append(_refuse("residual", *problem, chain.add))
+        return [part for piece in _split(chain) for part in decide(piece, config, ancestry, refusals)]
+    inside = set(internal_nodes(chain))
+    chain = _prune(chain, lambda found: _guard_quant(found, chain, config), refusals)
+    chain = _prune(chain, lambda found: _guard_scale(found, inside, ancestry), refusals)
+    if chain.reduce is None and chain.quants and not config.fuse_norm_quant:
+        why = (Reason.DISABLED, "SeamConfig.fuse_norm_quant is False")
+        refusals.append(_refuse("norm", *why, chain.norm.output))
+        return []
+    return [chain]
+
+
+def plan(graph: Graph, findings: Findings, config: SeamConfig) -> Plan:
+    """Guard every finding. Raises ValueError for a configured backend that cannot work here."""
+    select.resolve(config.backend)
+    ancestry = _Ancestry(graph)
+    result = Plan([], [])
+    for reduce in findings.loose_reduces:
+        problem = (Reason.NO_NORM, f"its readers are {_readers(reduce.node)}")
+        if reduce.op not in _SUM:
+            problem = (Reason.ALL_REDUCE_NOT_SUM, f"its op is {reduce.op!r}")
+        result.refusals.append(_refuse("all_reduce", *problem, reduce.node))
+    for miss in findings.misses:
+        reason = Reason.PARTIAL_ROW if miss.partial_row else Reason.NORM_SPELLING
+        result.refusals.append(_refuse("norm", reason, miss.why, miss.node))
+    for chain in findings.chains:
+        for part in decide(chain, config, ancestry, result.refusals):
+            if part.reduce is not None or part.quants:
+                result.chains.append(part)
+            elif config.exact:
+                result.chains.append(_norm_only(part))
+                result.exact_norms += 1
+            else:
+                result.plain_norms += 1
+    return result
+
+
+def _readers(node: Node) -> str:
+    names = dict.fromkeys(str(u.target) if u.op == "call_function" else u.op for u in node.users)
+    return ", ".join(names) or "none"

@@ -1,0 +1,232 @@
+"""What was fused, and why the rest was not: plain values, a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from torchseam.seam import Seam
+
+
+class Reason(str, enum.Enum):
+    """Every reason for which a seam, or a part of one, is left alone."""
+
+    ALL_REDUCE_NOT_SUM = "the all_reduce is not a sum"
+    ALL_REDUCE_READ_EARLY = "something reads the all_reduce before it has finished"
+    NO_NORM = "no RMSNorm follows the all_reduce"
+    NORM_SPELLING = "the norm is spelled in a way that is not understood"
+    PARTIAL_ROW = "the norm's mean is not over the whole last dimension"
+    DTYPE = "dtypes do not fit together"
+    SHAPE = "shapes do not fit together"
+    HIDDEN_SIZE = "the hidden size does not fit the scheme"
+    DEPENDENCE = "an input is computed from the seam's own values"
+    DISABLED = "the configuration switches it off"
+    UNKNOWN_GROUP = "the process group is not known in this process"
+
+
+#: What would make a refused part fuse.
+REMEDIES: dict[Reason, str] = {
+    Reason.ALL_REDUCE_NOT_SUM: "use ReduceOp.SUM",
+    Reason.ALL_REDUCE_READ_EARLY: "read the result after the wait only",
+    Reason.NO_NORM: "nothing to do, unless an RMSNorm was meant to follow",
+    Reason.NORM_SPELLING: "use torch.nn.RMSNorm, or open an issue with this spelling",
+    Reason.PARTIAL_ROW: "normalise over the whole last dimension",
+    Reason.DTYPE: "give the residual stream one dtype: bf16, fp16 or fp32",
+    Reason.SHAPE: "give residual and activations one shape, and the weight the shape [hidden]",
+    Reason.HIDDEN_SIZE: "choose a scheme whose group divides the hidden size",
+    Reason.DEPENDENCE: "compute the scale, weight or residual before the seam",
+    Reason.DISABLED: "change SeamConfig",
+    Reason.UNKNOWN_GROUP: "compile after torch.distributed.init_process_group",
+}
+
+
+class SeamsNotFusedError(RuntimeError):
+    """Raised with `SeamConfig.strict` when a compilation left a seam unfused; lists all of them."""
+
+
+@dataclass(frozen=True)
+class FusedSeam:
+    """One seam that became one operator."""
+
+    seam: Seam
+    shape: str
+    dtype: str
+    backend: str
+    node: str
+    source: str
+
+    @property
+    def kind(self) -> str:
+        return self.seam.describe()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A part that was left alone: `part` is `all_reduce`, `norm`, `residual` or a scheme's name."""
+
+    part: str
+    reason: Reason
+    detail: str
+    node: str
+    source: str
+
+    @property
+    def remedy(self) -> str:
+        return REMEDIES[self.reason]
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph. `plain_norms` counts norms that are no seam (no all_reduce, no quantiser)."""
+
+    fused: tuple[FusedSeam, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    plain_norms: int = 0
+    exact_norms: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+    from_cache: bool = False
+
+
+@dataclass
+class FusionReport:
+    """All graphs of one compiled model, in the order of their compilation.
+
+    `fused` and `not_fused` count over all graphs; `unreported` counts graphs that came from a
+    compile cache without a record of what was fused in them. `gemms` says what multiplies the
+    model's quantised matrices.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    gemms: dict[str, int] = field(default_factory=dict)
+    unreported: int = 0
+
+    @property
+    def fused(self) -> int:
+        return sum(len(g.fused) for g in self.graphs)
+
+    @property
+    def not_fused(self) -> int:
+        return sum(len(g.refused) for g in self.graphs)
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        return [r for g in self.graphs for r in g.refused]
+
+    def kinds(self) -> Counter[str]:
+        """How often each kind of seam was fused."""
+        return Counter(f.kind for g in self.graphs for f in g.fused)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "fused": self.fused,
+            "not_fused": self.not_fused,
+            "unreported": self.unreported,
+            "kinds": dict(self.kinds()),
+            "gemms": dict(self.gemms),
+            "graphs": [graph_to_dict(g) for g in self.graphs],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def __rich__(self) -> Any:
+        return render(self)
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        console = Console(file=StringIO(), width=120)
+        console.print(render(self))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def graph_to_dict(graph: GraphReport) -> dict[str, Any]:
+    """A graph's report as plain JSON values."""
+    return {
+        **{k: getattr(graph, k) for k in ("plain_norms", "exact_norms", "nodes", "seconds", "from_cache")},
+        "fused": [{**_fields(f), "seam": json.loads(f.seam.to_json()), "kind": f.kind} for f in graph.fused],
+        "refused": [{**_fields(r), "reason": r.reason.name, "remedy": r.remedy} for r in graph.refused],
+    }
+
+
+def graph_from_dict(data: dict[str, Any]) -> GraphReport:
+    """The inverse of `graph_to_dict`."""
+    fused = tuple(
+        FusedSeam(
+            **{k: v for k, v in f.items() if k not in ("kind", "seam")},
+            seam=Seam.from_json(json.dumps(f["seam"])),
+        )
+        for f in data["fused"]
+    )
+    refused = tuple(
+        Refusal(**{k: v for k, v in r.items() if k not in ("remedy", "reason")}, reason=Reason[r["reason"]])
+        for r in data["refused"]
+    )
+    return GraphReport(**{**data, "fused": fused, "refused": refused})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+
+
+def render(report: FusionReport) -> Any:
+    """The report as rich tables: one of what was fused, one of what was not, and the notes."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    fused = Table(title=f"{report.fused} seams fused in {len(report.graphs)} graphs", title_justify="left")
+    for name in ("seam", "times", "rows x hidden", "dtype", "backend", "first at"):
+        fused.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
+    groups: dict[tuple[str, ...], list[FusedSeam]] = {}
+    for seam in (f for g in report.graphs for f in g.fused):
+        groups.setdefault((seam.kind, seam.shape, seam.dtype, seam.backend), []).append(seam)
+    for (kind, shape, dtype, backend), seams in groups.items():
+        fused.add_row(kind, str(len(seams)), shape, dtype, backend, seams[0].source)
+    parts: list[Any] = [fused]
+    if report.not_fused:
+        refused = Table(title=f"{report.not_fused} not fused", title_justify="left")
+        for name in ("part", "times", "why", "what would help", "first at"):
+            refused.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
+        reasons: dict[tuple[str, Reason, str], list[Refusal]] = {}
+        for r in report.refusals:
+            reasons.setdefault((r.part, r.reason, r.detail), []).append(r)
+        for (part, reason, detail), rs in reasons.items():
+            refused.add_row(part, str(len(rs)), f"{reason.value}: {detail}", rs[0].remedy, rs[0].source)
+        parts.append(refused)
+    plain = sum(g.plain_norms for g in report.graphs)
+    exact = sum(g.exact_norms for g in report.graphs)
+    if plain:
+        parts.append(Text(f"{plain} norms without all_reduce or quantiser are Inductor's"))
+    if exact:
+        parts.append(Text(f"{exact} norms without all_reduce or quantiser run as torchseam's operator (exact=True)"))
+    for name, count in report.gemms.items():
+        parts.append(Text(f"{count} quantised linear layers: {name}"))
+    if report.unreported:
+        parts.append(Text(f"{report.unreported} graphs came from a compile cache that has no record of their seams"))
+    return Group(*parts)
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
+
+
+def source_line(node: Node) -> str:
+    """The user's line that made a node: `file.py:12 in forward: code`, or '' where torch did not keep it.
+
+    The innermost frame outside torch itself.
+    """
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    for path, line, function, code in reversed(frames):
+        if "/torch/" not in path.replace("\\", "/"):
+            return f"{'/'.join(path.replace(chr(92), '/').split('/')[-2:])}:{line} in {function}: {code.strip()}"
+    return ""

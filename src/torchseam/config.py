@@ -1,0 +1,57 @@
+"""Settings: one frozen `SeamConfig`, and the environment variables that fill its defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from torchseam.seam import SCHEMES
+
+#: What DESIGN section 5 names. Those that this version does not have are known by name, so that a
+#: choice of one is answered with the reason instead of "unknown".
+BACKENDS = ("auto", "collective", "symmetric", "mnnvl", "trtllm")
+
+BACKEND_VARIABLE = "TORCHSEAM_BACKEND"
+LOG_VARIABLE = "TORCHSEAM_LOG"
+CACHE_VARIABLE = "TORCHSEAM_CACHE"
+
+
+def _backend_from_environment() -> str:
+    return os.environ.get(BACKEND_VARIABLE, "auto")
+
+
+@dataclass(frozen=True)
+class SeamConfig:
+    """What to fuse and how.
+
+    fuse_all_reduce: fuse seams that begin with an all_reduce.
+    fuse_norm_quant: fuse (+ residual) -> RMSNorm -> quantise where there is no all_reduce.
+    backend: `auto` (the best that every rank of the group can run) or one by name; the default is
+        read from TORCHSEAM_BACKEND. A backend that cannot work here is a ValueError.
+    schemes: quantisation schemes that may be fused; a quantiser of another scheme stays its own op.
+    strict: raise `torchseam.SeamsNotFusedError` after a compilation that left a seam unfused.
+    exact: compile so that a fused model can be compared with eager bit for bit. Sets Inductor's
+        `emulate_precision_casts` (every bf16 rounding of eager happens) and runs also the norms
+        that are no part of a seam through torchseam's operator, whose row reduction has one fixed
+        order. Slower; for parity tests.
+    """
+
+    fuse_all_reduce: bool = True
+    fuse_norm_quant: bool = True
+    backend: str = field(default_factory=_backend_from_environment)
+    schemes: tuple[str, ...] = SCHEMES
+    strict: bool = False
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(
+                f"backend is {self.backend!r} (SeamConfig.backend or {BACKEND_VARIABLE}); "
+                f"allowed: {', '.join(BACKENDS)}"
+            )
+        if isinstance(self.schemes, str):
+            raise ValueError(f"schemes is the string {self.schemes!r}; give a tuple, such as ({self.schemes!r},)")
+        unknown = [s for s in self.schemes if s not in SCHEMES]
+        if unknown:
+            raise ValueError(f"schemes has {unknown[0]!r}; allowed: {', '.join(SCHEMES)}")
+        object.__setattr__(self, "schemes", tuple(self.schemes))

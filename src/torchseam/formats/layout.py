@@ -1,0 +1,208 @@
+"""Where scales lie in memory: shapes, strides, padding and byte views.
+
+Not for their values (`fp8`, `nvfp4` compute those). Sizes may be ints or torch.SymInt; nothing here
+looks at the data, so all of it runs under fake tensors and torch.compile.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: How a group scale is stored: fp32; a power of two in one byte; the same power of two in fp32.
+GROUP_SCALE_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "ue8m0": torch.float8_e8m0fnu,
+    "ue8m0_float32": torch.float32,
+}
+GROUP_SCALE_LAYOUTS = ("row_major", "column_major", "tma_aligned")
+#: The strides of a tensor that the Tensor Memory Accelerator reads must be multiples of 16 bytes
+#: (CUDA driver API, cuTensorMapEncodeTiled, globalStrides).
+TMA_STRIDE_BYTES = 16
+
+#: One tile of the swizzled NVFP4 scales: 128 rows by 4 scale columns, 512 bytes, in which rows m,
+#: m+32, m+64, m+96 are neighbours (CUTLASS Sm1xxBlkScaledConfig, cuBLAS "128x4 layout").
+SWIZZLE_ROWS = 128
+SWIZZLE_COLUMNS = 4
+_SWIZZLE_LANES = 32
+
+
+def require_choice(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raises a ValueError that names the allowed values unless `value` is one of them."""
+    if value not in allowed:
+        raise ValueError(f"{what} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return (n + multiple - 1) // multiple * multiple
+
+
+# --- scales of FP8 groups ------------------------------------------------------------------------
+
+
+def group_scale_geometry(
+    tokens: int, groups: int, scale_dtype: str, scale_layout: str
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shape and strides (in elements) of the group scales of `tokens` rows, logically [T, G].
+
+    Strides: `row_major` (G, 1); `column_major` (1, T); `tma_aligned` (1, T rounded up to 16 bytes:
+    to 4 elements of fp32, 16 of ue8m0). ValueError for an unknown dtype or layout.
+    """
+    require_choice("scale_dtype", scale_dtype, tuple(GROUP_SCALE_DTYPES))
+    require_choice("scale_layout", scale_layout, GROUP_SCALE_LAYOUTS)
+    if scale_layout == "row_major":
+        return (tokens, groups), (groups, 1)
+    if scale_layout == "column_major":
+        return (tokens, groups), (1, tokens)
+    aligned = _round_up(tokens, TMA_STRIDE_BYTES // GROUP_SCALE_DTYPES[scale_dtype].itemsize)
+    return (tokens, groups), (1, aligned)
+
+
+def empty_group_scales(
+    tokens: int,
+    groups: int,
+    scale_dtype: str,
+    scale_layout: str,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """[T, G] scales in their layout, to be filled.
+
+    The storage of `tma_aligned` holds the padding of the last column too (TMA reads it) and starts
+    as zero bytes; the two other layouts have no padding and are uninitialised.
+    """
+    shape, strides = group_scale_geometry(tokens, groups, scale_dtype, scale_layout)
+    dtype = GROUP_SCALE_DTYPES[scale_dtype]
+    if scale_layout != "tma_aligned":
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    storage = torch.zeros((groups, strides[1]), dtype=_storage_dtype(dtype), device=device)
+    return storage.view(dtype).as_strided(shape, strides)
+
+
+def _storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What to zero and copy as: bytes for one-byte floats (e8m0 has no zero, so a 0 would be cast)."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+def lay_out_group_scales(scales: Tensor, scale_dtype: str, scale_layout: str) -> Tensor:
+    """Row-major group scales [..., G], already in their stored dtype, put in `scale_layout`.
+
+    `row_major` keeps the leading dims, contiguous; the two others are [T, G] with T the product of
+    the leading dims, padding zero. ValueError for an unknown name or a dtype that isn't `scale_dtype`'s.
+    """
+    groups = scales.shape[-1]
+    rows = scales.reshape(-1, groups)
+    tokens = rows.shape[0]
+    shape, strides = group_scale_geometry(tokens, groups, scale_dtype, scale_layout)
+    dtype = GROUP_SCALE_DTYPES[scale_dtype]
+    if scales.dtype != dtype:
+        raise ValueError(f"scales are {scales.dtype}; scale_dtype {scale_dtype!r} is stored as {dtype}")
+    if scale_layout == "row_major":
+        return scales.contiguous()
+    storage_dtype = _storage_dtype(dtype)
+    storage = torch.zeros((groups, strides[1]), dtype=storage_dtype, device=scales.device)
+    storage[:, :tokens] = rows.view(storage_dtype).t()
+    # as_strided comes last: torch.compile bans writes through it. It fixes the strides of sizes 0 and 1.
+    return storage.view(dtype).as_strided(shape, strides)
+
+
+# --- NVFP4's swizzled block scales ---------------------------------------------------------------
+
+
+def swizzled_shape(tokens: int, scale_columns: int) -> tuple[int, int]:
+    """(T rounded up to 128, Kc rounded up to 4): the shape of swizzled [T, Kc] block scales."""
+    return _round_up(tokens, SWIZZLE_ROWS), _round_up(scale_columns, SWIZZLE_COLUMNS)
+
+
+def _one_byte_matrix(what: str, x: Tensor) -> None:
+    if x.ndim != 2 or x.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise ValueError(
+            f"{what} is {x.dtype} with {x.ndim} dims; it must be float8_e4m3fn or uint8 with 2 dims "
+            "(flatten the leading dims into rows first)"
+        )
+
+
+def swizzle(block_scales: Tensor) -> Tensor:
+    """[T, Kc] one-byte block scales -> [ceil128(T), ceil4(Kc)], same dtype, contiguous.
+
+    The scale of row m, column k lies at byte `((m//128)*ceil(Kc/4) + k//4)*512 + (m%32)*16 +
+    ((m//32)%4)*4 + k%4` (DESIGN section 4); every other byte is 0. ValueError unless float8_e4m3fn
+    or uint8 with 2 dims.
+    """
+    _one_byte_matrix("block_scales", block_scales)
+    tokens, columns = block_scales.shape
+    rows, padded_columns = swizzled_shape(tokens, columns)
+    # Not F.pad: it fails under fake tensors when the padding itself is symbolic (torch 2.13).
+    padded = torch.zeros((rows, padded_columns), dtype=torch.uint8, device=block_scales.device)
+    padded[:tokens, :columns] = block_scales.view(torch.uint8)
+    tiles = padded.reshape(
+        rows // SWIZZLE_ROWS,
+        SWIZZLE_ROWS // _SWIZZLE_LANES,
+        _SWIZZLE_LANES,
+        padded_columns // SWIZZLE_COLUMNS,
+        SWIZZLE_COLUMNS,
+    )
+    swizzled = tiles.permute(0, 3, 2, 1, 4).reshape(rows, padded_columns)
+    return swizzled.view(block_scales.dtype)
+
+
+def unswizzle(swizzled: Tensor, tokens: int, scale_columns: int) -> Tensor:
+    """The inverse of `swizzle`: [ceil128(T), ceil4(Kc)] -> [T, Kc], same dtype, contiguous.
+
+    ValueError when the shape isn't that of `tokens` rows and `scale_columns` columns.
+    """
+    _one_byte_matrix("swizzled", swizzled)
+    rows, padded_columns = expected = swizzled_shape(tokens, scale_columns)
+    if tuple(swizzled.shape) != expected:
+        raise ValueError(
+            f"swizzled scales are {tuple(swizzled.shape)}; {tokens} rows of {scale_columns} scales "
+            f"are {expected} (rows padded to {SWIZZLE_ROWS}, columns to {SWIZZLE_COLUMNS})"
+        )
+    tiles = swizzled.view(torch.uint8).reshape(
+        rows // SWIZZLE_ROWS,
+        padded_columns // SWIZZLE_COLUMNS,
+        _SWIZZLE_LANES,
+        SWIZZLE_ROWS // _SWIZZLE_LANES,
+        SWIZZLE_COLUMNS,
+    )
+    padded = tiles.permute(0, 3, 2, 1, 4).reshape(rows, padded_columns)
+    return padded[:tokens, :scale_columns].contiguous().view(swizzled.dtype)
+
+
+def as_int32(e4m3: Tensor) -> Tensor:
+    """The same memory as int32, four scales a word: float8_e4m3fn [R, C] -> int32 [R, C//4].
+
+    Never a copy. ValueError when the dtype is another, the last dim isn't contiguous or no multiple
+    of 4, or a row doesn't start at a multiple of 4 bytes.
+    """
+    if e4m3.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"as_int32 got {e4m3.dtype}; it views float8_e4m3fn scales only")
+    _contiguous_rows("as_int32", e4m3)
+    word = torch.int32.itemsize
+    if e4m3.shape[-1] % word:
+        raise ValueError(f"as_int32 got a last dim of {e4m3.shape[-1]}; it must be a multiple of {word}")
+    try:
+        return e4m3.view(torch.int32)
+    except RuntimeError as error:  # asked for, not checked first: torch.compile can't read storage_offset()
+        raise ValueError(
+            f"as_int32 got strides {tuple(e4m3.stride())} at offset {e4m3.storage_offset()}; every row "
+            f"must start at a multiple of {word} bytes (slice whole words, or call .contiguous() first)"
+        ) from error
+
+
+def as_e4m3(int32: Tensor) -> Tensor:
+    """The inverse view of `as_int32`: int32 [R, C4] -> float8_e4m3fn [R, 4*C4], never a copy.
+
+    ValueError when the dtype is another or the last dim isn't contiguous.
+    """
+    if int32.dtype != torch.int32:
+        raise ValueError(f"as_e4m3 got {int32.dtype}; it views int32 words of scales only")
+    _contiguous_rows("as_e4m3", int32)
+    return int32.view(torch.float8_e4m3fn)
+
+
+def _contiguous_rows(what: str, x: Tensor) -> None:
+    if x.ndim == 0 or x.stride(-1) != 1:
+        raise ValueError(
+            f"{what} got strides {tuple(x.stride())}; the last dim must be contiguous (stride 1) for a "
+            "view: call .contiguous() first"
+        )

@@ -1,0 +1,1 @@
+"""Where torchseam meets other libraries. Each is optional and imported when asked for."""

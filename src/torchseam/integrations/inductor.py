@@ -1,0 +1,202 @@
+"""torch.compile with torchseam's pass in it: the public `compile`, `inductor_options` and `report`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from torchseam.backends import select
+from torchseam.compiler.fusion_pass import FusionPass
+from torchseam.compiler.report import FusionReport, GraphReport, graph_from_dict, graph_to_dict
+from torchseam.config import SeamConfig
+from torchseam.nn import QuantLinear
+
+log = logging.getLogger("torchseam")
+
+
+def _options_for(fusion_pass: FusionPass) -> dict[str, Any]:
+    options: dict[str, Any] = {"post_grad_custom_post_pass": fusion_pass}
+    if fusion_pass.config.exact:
+        options["emulate_precision_casts"] = True
+    return options
+
+
+def _new_pass(config: SeamConfig | None) -> FusionPass:
+    config = config or SeamConfig()
+    select.resolve(config.backend)
+    return FusionPass(config, also=inductor_config.post_grad_custom_post_pass)
+
+
+def inductor_options(config: SeamConfig | None = None) -> dict[str, Any]:
+    """Options for `torch.compile(model, options=...)` that fuse seams with the ordinary Inductor backend.
+
+    A post-grad pass that is set in Inductor's config at this time runs before torchseam's. `report`
+    takes the returned dict. A graph that Inductor takes from its cache is not reported this way
+    (`torchseam.compile` keeps a record for that).
+    """
+    return _options_for(_new_pass(config))
+
+
+class _Records:
+    """Reports of graphs, kept next to Inductor's cache: a graph that comes from it runs no pass."""
+
+    def __init__(self) -> None:
+        self.folder = Path(cache_dir()) / "torchseam"
+
+    def load(self, key: str) -> list[GraphReport] | None:
+        path = self.folder / f"{key}.json"
+        try:
+            return [dataclasses.replace(graph_from_dict(g), from_cache=True) for g in json.loads(path.read_text())]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("the fusion record %s cannot be read (%s); it is ignored", path, error)
+            return None
+
+    def save(self, key: str, graphs: Sequence[GraphReport]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".tmp", delete=False) as file:
+                json.dump([graph_to_dict(g) for g in graphs], file)
+            os.replace(file.name, self.folder / f"{key}.json")
+        except OSError as error:
+            log.warning("the fusion record for this graph could not be written: %s", error)
+
+
+def _fingerprint(gm: torch.fx.GraphModule, inputs: Sequence[Any], identity: Any) -> str:
+    """Names a captured graph: its code, its inputs' shapes, and what identifies the pass."""
+    shapes = [
+        (str(i.dtype), str(tuple(i.shape)), str(i.stride())) if isinstance(i, torch.Tensor) else str(i) for i in inputs
+    ]
+    return hashlib.sha256(repr((gm.code, shapes, identity)).encode()).hexdigest()[:32]
+
+
+def _constant_epsilons() -> Any:
+    """While Dynamo may trace: Python floats are constants. With dynamic shapes it would make an
+    input of every float that is an attribute of a model, epsilon among them."""
+    return torch._dynamo.config.patch(specialize_float=True)
+
+
+class _Backend:
+    """A torch.compile backend: Inductor with torchseam's pass, one report for all of its graphs."""
+
+    compiler_name = "inductor"
+
+    def __init__(self, fusion_pass: FusionPass, options: dict[str, Any] | None = None) -> None:
+        self.backend_ctx_ctor = _constant_epsilons  # Dynamo looks for it among the instance's attributes
+        self.fusion_pass = fusion_pass
+        self.options = {**(options or {}), **_options_for(fusion_pass)}
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        report = self.fusion_pass.report
+        identity = self.fusion_pass.uuid()
+        key = _fingerprint(gm, inputs, identity)
+        before = len(report.graphs)
+        compiled = compile_fx(gm, inputs, config_patches=self.options)
+        fresh = report.graphs[before:]
+        if fresh:
+            if identity is not None:
+                _Records().save(key, fresh)
+            return compiled  # type: ignore[return-value]
+        known = _Records().load(key)
+        if known is None:
+            report.unreported += 1
+        else:
+            report.graphs += known
+        return compiled  # type: ignore[return-value]
+
+
+#: Which pass compiled what. Weak: a report lives as long as its model.
+_passes: weakref.WeakKeyDictionary[Any, FusionPass] = weakref.WeakKeyDictionary()
+
+#: The report of every model compiled with `backend="torchseam"`: torch hands that backend graphs,
+#: not models, so they share one.
+_named_backend_pass: FusionPass | None = None
+
+
+def compile(
+    model: Callable[..., Any],
+    *,
+    config: SeamConfig | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile` a model (module or function) for inference, with its seams fused.
+
+    Args:
+        config: what to fuse and how; None means `SeamConfig()`.
+        fullgraph, dynamic: as in `torch.compile`.
+        options: further Inductor options. `post_grad_custom_post_pass` among them runs before torchseam's.
+
+    Returns:
+        What `torch.compile` returns; `torchseam.report` says what was fused in it once it has run.
+
+    Raises:
+        ValueError: the configured backend cannot work here.
+    """
+    options = dict(options or {})
+    fusion_pass = _new_pass(config)
+    if (extra := options.pop("post_grad_custom_post_pass", None)) is not None:
+        fusion_pass = FusionPass(fusion_pass.config, also=extra)
+    # torch.compile would wrap the backend and hide `backend_ctx_ctor` from Dynamo.
+    optimize = torch._dynamo.optimize(_Backend(fusion_pass, options), nopython=fullgraph, dynamic=dynamic)
+    compiled: Callable[..., Any] = optimize(model)
+    _passes[compiled] = fusion_pass
+    return compiled
+
+
+def torchseam_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """`torch.compile(model, backend="torchseam")`. Settings come from the environment (see `SeamConfig`)."""
+    global _named_backend_pass
+    if _named_backend_pass is None:
+        _named_backend_pass = _new_pass(None)
+    return _Backend(_named_backend_pass, kwargs.get("options"))(gm, inputs)
+
+
+def report(compiled: Any) -> FusionReport:
+    """What was fused in a compiled model, and why the rest was not.
+
+    Takes what `torchseam.compile` returned, the dict of `inductor_options`, or a model compiled with
+    `backend="torchseam"` (these share one report). A model compiles when it first runs: before that
+    the report is empty. Raises ValueError for anything else.
+    """
+    if isinstance(compiled, dict) and isinstance(compiled.get("post_grad_custom_post_pass"), FusionPass):
+        return compiled["post_grad_custom_post_pass"].report
+    try:
+        fusion_pass = _passes.get(compiled, _named_backend_pass)
+    except TypeError:
+        fusion_pass = None
+    if fusion_pass is None:
+        raise ValueError(
+            f"{type(compiled).__name__} was not compiled by torchseam; give what torchseam.compile or "
+            "torchseam.inductor_options returned"
+        )
+    result = fusion_pass.report
+    if isinstance(compiled, torch.nn.Module):
+        gemms: dict[str, int] = {}
+        for module in compiled.modules():
+            if isinstance(module, QuantLinear):
+                gemms[module.gemm] = gemms.get(module.gemm, 0) + 1
+        result.gemms = gemms
+    return result
+
+
+def reset() -> None:
+    """Forget the shared report of `backend="torchseam"`. For tests and long-lived processes."""
+    global _named_backend_pass
+    _named_backend_pass = None

@@ -1,0 +1,1 @@
+"""Hugging Face transformers: load, shard, quantise and run a causal language model."""

@@ -1,0 +1,112 @@
+"""The eager PyTorch meaning of every seam: the oracle that kernels, backends and rewrites are held to.
+
+Every line here is an aten op that eager models run, in the order in which they run it, so on the
+CPU a fused graph gives the very bits of eager. Nothing is tuned; nothing here knows of fx or Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchseam.formats import fp8, nvfp4
+from torchseam.seam import Norm, Quant, Seam
+
+#: aten splits a reduction to one single number between threads from this many elements on
+#: (at::internal::GRAIN_SIZE), and only then does a row's sum depend on how many rows there are.
+_ATEN_GRAIN_SIZE = 32768
+
+
+def _mean_of_squares(h: Tensor) -> Tensor:
+    """mean(h^2) over the last dim, [..., 1]; the same bits for a row alone and in a batch."""
+    squares = h.pow(2)
+    if h.device.type == "cpu" and h.shape[-1] >= _ATEN_GRAIN_SIZE and h.numel() == h.shape[-1]:
+        pair = squares.reshape(1, -1).expand(2, -1)
+        return pair.mean(-1, keepdim=True)[:1].reshape(*h.shape[:-1], 1)
+    return squares.mean(-1, keepdim=True)
+
+
+def rms_norm(h: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
+    """RMSNorm of h [..., H] as the model spelled it (DESIGN section 4, rules 3 and 4).
+
+    `weight` is [H] in any float dtype, None for `norm.weight == "none"`. The result has h's dtype;
+    with `after_cast` and a weight of another dtype it has torch's promoted dtype, as in eager.
+    """
+    wide = h.float()
+    n = wide * torch.rsqrt(_mean_of_squares(wide) + norm.eps)
+    if norm.weight == "none":
+        return n.to(h.dtype)
+    assert weight is not None
+    if norm.weight == "after_cast":
+        return weight * n.to(h.dtype)
+    wide_weight = weight.float()
+    if norm.offset:
+        wide_weight = 1.0 + wide_weight
+    return (n * wide_weight).to(h.dtype)
+
+
+def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tensor]:
+    """Quantise y [..., H]: [codes] or [codes, scales], bytes as DESIGN section 4 says.
+
+    `scale` is the fp32 scale of static FP8 or the fp32 encode factor of NVFP4 (one element each),
+    else None.
+    """
+    if quant.scheme == "fp8_static":
+        assert scale is not None
+        return [fp8.quantize_static(y, scale, quant.rule)]
+    if quant.scheme == "fp8_token":
+        return list(fp8.quantize_token(y, quant.scale_floor, quant.rule))
+    if quant.scheme == "fp8_group":
+        return list(
+            fp8.quantize_group(
+                y, quant.group_size, quant.scale_floor, quant.scale_dtype, quant.scale_layout, quant.rule
+            )
+        )
+    assert scale is not None
+    return list(nvfp4.quantize(y, scale, quant.scale_layout))
+
+
+def dequantize(codes: Tensor, scales: Tensor, quant: Quant, block_scales: Tensor | None = None) -> Tensor:
+    """The fp32 values that codes stand for, [..., H].
+
+    FP8: `scales` is the static scale, or what the quantiser returned. NVFP4: `scales` is the global
+    encode factor and `block_scales` what the quantiser returned.
+    """
+    if quant.scheme == "nvfp4":
+        assert block_scales is not None
+        return nvfp4.dequantize(codes, block_scales, scales, quant.scale_layout)
+    return fp8.dequantize(codes, scales, quant.group_size or None)
+
+
+def run(
+    seam: Seam,
+    x: Tensor,
+    residual: Tensor | None,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    scales: Sequence[Tensor],
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:
+    """What the operator `torchseam::seam` returns, for any seam.
+
+    x, residual: [..., H], one float dtype. `all_reduce` sums over the ranks (required when the seam
+    reduces). Returns the values of `seam.outputs`, then codes and scales of each quantiser.
+    """
+    values: dict[str, Tensor] = {}
+    h = x
+    if seam.reduce is not None:
+        assert all_reduce is not None
+        h = values["reduced"] = all_reduce(x)
+    if seam.inner_norm is not None:
+        h = rms_norm(h, inner_weight, seam.inner_norm).to(x.dtype)
+    if seam.residual:
+        assert residual is not None
+        h = values["residual"] = (h.float() + residual.float()).to(x.dtype)
+    y = values["norm"] = rms_norm(h, weight, seam.norm)
+    outputs = [values[name].contiguous() for name in seam.outputs]
+    given = iter(scales)
+    for quant in seam.quants:
+        outputs += quantize(y, quant, next(given) if quant.takes_scale else None)
+    return outputs

@@ -1,0 +1,165 @@
+"""The model parts that compiler tests are built of: every spelling of a norm, every order of a block,
+every quantiser. One table; tests multiply it out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from torchseam import Quant, ops
+from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS
+
+HIDDEN = 128
+EPS = 9.999999974752427e-07
+
+
+class LlamaNorm(torch.nn.Module):
+    """Hugging Face Llama: cast down first, weight after."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.eps = EPS
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return self.weight * x.to(dtype)
+
+
+class GemmaNorm(LlamaNorm):
+    """Hugging Face Gemma: (1 + weight) in float32, cast down last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return (output * (1.0 + self.weight.float())).type_as(x)
+
+
+class TorchNorm(LlamaNorm):
+    """torch.nn.functional.rms_norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype != x.dtype:  # F.rms_norm warns about mixed dtypes but takes them
+            n = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), None, self.eps)
+            return (n * self.weight.float()).to(x.dtype)
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class PlainNorm(LlamaNorm):
+    """No weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class PowNorm(LlamaNorm):
+    """`pow(-0.5)`, a square by multiplication, the weight on the left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (self.weight.float() * (wide * ((wide * wide).mean(-1, keepdim=True) + self.eps).pow(-0.5))).to(x.dtype)
+
+
+NORMS: tuple[type[LlamaNorm], ...] = (LlamaNorm, GemmaNorm, TorchNorm, PlainNorm, PowNorm)
+ORDERS = ("plain", "residual", "residual_first", "sandwich", "no_reduce", "no_reduce_residual")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class AtenStatic:
+    """Static FP8 in plain torch, as users write it."""
+
+    rule: str
+
+    def __call__(self, y: Tensor, scale: Tensor) -> list[Tensor]:
+        y = y.float()
+        if self.rule == "divide":
+            y = y / scale
+        elif self.rule == "reciprocal":
+            y = y * scale.reciprocal()
+        else:
+            y = y * scale
+        return [y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)]
+
+
+def recipes() -> Iterator[Quant]:
+    """Every recipe of the vocabulary."""
+    for scheme, dtypes in SCALE_DTYPES.items():
+        sizes = (128, 64) if scheme == "fp8_group" else (None,)
+        rules = RULES if scheme == "fp8_static" else ("divide", "reciprocal")
+        for size, dtype, layout, rule in itertools.product(
+            sizes, dtypes, SCALE_LAYOUTS[scheme], rules if scheme != "nvfp4" else ("divide",)
+        ):
+            yield Quant(scheme, size, dtype, layout, rule)
+
+
+def quantisers() -> list[Quant | AtenStatic | None]:
+    """Nothing, the aten spellings, torchseam's own operator with every recipe."""
+    return [None, *(AtenStatic(rule) for rule in RULES), *recipes()]
+
+
+def quantise(how: Quant | AtenStatic | None, y: Tensor, scale: Tensor) -> list[Tensor]:
+    if how is None:
+        return [y]
+    if isinstance(how, AtenStatic):
+        return how(y, scale)
+    return ops.quantize(y, how, scale if how.takes_scale else None)
+
+
+class Block(torch.nn.Module):
+    """A seam in one of its orders, over the default process group. Returns what is quantised, then h."""
+
+    def __init__(
+        self,
+        norm: type[LlamaNorm],
+        order: str,
+        quantiser: Quant | AtenStatic | None,
+        weight_dtype: torch.dtype,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+        hidden: int = HIDDEN,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def weight() -> Tensor:
+            return (torch.rand(hidden, generator=generator) + 0.5).to(weight_dtype)
+
+        self.inner, self.norm = norm(weight()), norm(weight())
+        self.order, self.quantiser = order, quantiser
+        self.reduce = reduce or (lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD))
+        self.register_buffer("scale", torch.tensor(0.01))
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        x = x * 2  # the input of an all_reduce is computed in the graph, as a GEMM's output is
+        if not self.order.startswith("no_reduce"):
+            x = self.reduce(x)
+        if self.order == "sandwich":
+            h = residual + self.inner(x)
+        elif self.order == "residual_first":
+            h = residual + x
+        elif self.order.endswith("residual"):
+            h = x + residual
+        else:
+            h = x
+        return (*quantise(self.quantiser, self.norm(h), self.scale), h)
+
+
+def bits(x: Tensor) -> Tensor:
+    """A tensor as integers, so that equality is bitwise and NaN equals itself."""
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(views[x.itemsize])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bytes, shape, dtype and stride."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(bits(a), bits(b))
