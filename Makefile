@@ -4,14 +4,16 @@
 PYTHON ?= python3
 # Inductor's threads multiply with the ranks that a test starts; one each suits two cores.
 OMP_NUM_THREADS ?= 1
-TORCH ?= $(shell sed -n 's/^torch==[^ ;]*/&/p' constraints-dev.txt)
+PINNED_TORCH := $(shell sed -n 's/^torch==[^ ;]*/&/p' constraints-dev.txt)
+TORCH ?= $(PINNED_TORCH)
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 # The set-up is done again when any of these changes (the folder too: scripts in .venv name it).
 KEY := $(shell { cat pyproject.toml constraints-dev.txt; echo '$(TORCH)' '$(CURDIR)'; } | cksum | cut -d ' ' -f 1)
-# TORCH replaces the pin of torch. Triton is left to torch: a CUDA build asks for the one it was built with.
+# TORCH replaces the pin of torch, and then Triton is left to torch: a CUDA build asks for the one it was built with.
+UNPINNED := $(if $(filter $(PINNED_TORCH),$(TORCH)),torch,torch|triton)
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
@@ -60,7 +62,7 @@ $(VENV)/python-$(KEY):
 	    $(PYTHON) -m venv --clear $(VENV) || { \
 	    echo 'No virtual environment: does $(PYTHON) have the venv module (python3-venv on Debian)?' >&2; exit 1; }; }
 	@rm -f $(VENV)/python-* $(VENV)/ready-*
-	@{ echo '$(TORCH)'; grep -vE '^(torch|triton)==' constraints-dev.txt; } > $(CONSTRAINTS)
+	@{ echo '$(TORCH)'; grep -vE '^($(UNPINNED))==' constraints-dev.txt; } > $(CONSTRAINTS)
 	$(PIP_INSTALL) '$(TORCH)'
 	@touch $@
 

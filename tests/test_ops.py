@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 
-import cases
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import cases
 from torchseam import ops, reference
 from torchseam import seam as vocabulary
 from torchseam.seam import Norm, Quant, Reduce, Seam
@@ -90,8 +91,7 @@ def test_fake_results_have_the_shape_dtype_and_stride_of_real_ones(stretch):
         given = arguments(stretch, seam, lead)
         real = torch.ops.torchseam.seam(*cases.positional(seam, given))
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-            fakes = {k: v if k == "scales" or v is None else mode.from_tensor(v) for k, v in given.items()}
-            fakes["scales"] = [mode.from_tensor(s) for s in given["scales"]]
+            fakes = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, given)
             fake = torch.ops.torchseam.seam(*cases.positional(seam, fakes))
         assert list(map(geometry, fake)) == list(map(geometry, real)), (quant, lead)
 
@@ -124,9 +124,8 @@ def test_fake_results_stay_symbolic_in_the_leading_dims(stretch):
     x = mode.from_tensor(given["x"], symbolic_context=symbolic)
     batch, sequence = (size.node.expr for size in x.shape[:2])
     with mode:
-        fakes = {k: None if v is None else mode.from_tensor(v) for k, v in given.items() if k != "scales"}
+        fakes = torch.utils._pytree.tree_map_only(Tensor, lambda t: mode.from_tensor(t, static_shapes=True), given)
         fakes["x"], fakes["residual"] = x, torch.empty_like(x) if seam.residual else None
-        fakes["scales"] = [mode.from_tensor(s) for s in given["scales"]]
         fake = torch.ops.torchseam.seam(*cases.positional(seam, fakes))
     guards = [g.expr for g in shape_env.guards]
     for b, s in ((2, 3), (5, 1000), (1, 129)):
@@ -149,9 +148,10 @@ def test_compiled_with_dynamic_shapes_it_gives_the_same_bits_and_compiles_once(c
     given = arguments(case, seam, (2, 3))
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
+    weight, inner_weight, scales = given["weight"], given["inner_weight"], given["scales"]
+
     def layer(x, residual):
-        weights = {name: given[name] for name in ("weight", "inner_weight")}
-        return ops.seam(seam, x, residual=residual, scales=given["scales"], **weights)
+        return ops.seam(seam, x, residual=residual, weight=weight, inner_weight=inner_weight, scales=scales)
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for lead in ((2, 3), (5, 9), (64, 3)):

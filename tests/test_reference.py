@@ -172,7 +172,7 @@ def check_codes(seam: Seam, y: Tensor, quantized: list[list[Tensor]], scales: li
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer"), itertools.product(cases.NORMS, repeat=2), ids=lambda n: f"{n.weight}{n.offset}"
+    ("inner", "outer"), list(itertools.product(cases.NORMS, repeat=2)), ids=lambda n: f"{n.weight}{n.offset}"
 )
 @pytest.mark.parametrize("dtype", cases.ACTIVATION_DTYPES, ids=str)
 def test_a_sandwich_of_two_spellings_is_the_two_norms_one_after_the_other(inner, outer, dtype):

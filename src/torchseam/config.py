@@ -29,7 +29,8 @@ class SeamConfig:
     backend: `auto` (the best that every rank of the group can run) or one by name; the default is
         read from TORCHSEAM_BACKEND. A backend that cannot work here is a ValueError.
     schemes: quantisation schemes that may be fused; a quantiser of another scheme stays its own op.
-    strict: raise `torchseam.SeamsNotFusedError` after a compilation that left a seam unfused.
+    strict: a compilation that leaves a seam unfused fails with `torchseam.SeamsNotFusedError`, which
+        lists them all (torch wraps it: it is the `inner_exception` of the error that arrives).
     exact: compile so that a fused model can be compared with eager bit for bit. Sets Inductor's
         `emulate_precision_casts` (every bf16 rounding of eager happens) and runs also the norms
         that are no part of a seam through torchseam's operator, whose row reduction has one fixed

@@ -227,6 +227,45 @@ def test_gemma_weight_near_one_thousandth_is_not_rounded_to_bf16():
     assert got.report.fused[0].seam.norm.offset == 1
 
 
+def test_a_weight_that_the_model_rounds_is_used_as_rounded():
+    wide = weight(torch.float32)
+
+    def block(x):
+        h = reduce(x * 2)
+        n = h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + EPS)
+        return ops.quantize(wide.to(h.dtype) * n.to(h.dtype), FP8, SCALE)[0]
+
+    check(block, rows(3, HIDDEN), kinds=["all_reduce + rms_norm + fp8_static"])
+
+
+def test_the_operator_called_with_keywords_is_found():
+    def block(x):
+        y = norm(reduce(x * 2))
+        return torch.ops.torchseam.quantize(y=y, quant=FP8.to_json(), scale=SCALE)[0]
+
+    check(block, rows(3, HIDDEN), kinds=["all_reduce + rms_norm + fp8_static"])
+
+
+def test_parallel_attention_and_mlp_take_the_last_sum():
+    def block(x, residual):
+        h = residual + reduce(x * 2) + reduce(x * 3)
+        return ops.quantize(norm(h), FP8, SCALE)[0], h
+
+    got = check(block, rows(3, HIDDEN), rows(3, HIDDEN, seed=1), kinds=[FULL])
+    assert refusals(got) == [("all_reduce", Reason.NO_NORM)]
+
+
+def test_two_norms_read_one_sum():
+    other = GemmaNorm(weight())
+
+    def block(x, residual):
+        h = reduce(x * 2) + residual
+        return *ops.quantize(norm(h), FP8, SCALE), *ops.quantize(other(h), Quant("fp8_token")), h
+
+    got = check(block, rows(3, HIDDEN), rows(3, HIDDEN, seed=1), kinds=[FULL, "rms_norm + fp8_token"])
+    assert got.after[0].count("_c10d_functional") == 0
+
+
 def test_only_the_last_of_two_all_reduces_is_absorbed():
     other = dist.new_group([0])
 

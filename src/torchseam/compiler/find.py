@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torchseam.compiler.dialects.collectives import AllReduce, all_reduces
 from torchseam.compiler.dialects.norms import NormMatch, NormMiss, is_rsqrt, match_norm
 from torchseam.compiler.dialects.quants import QuantMatch, match_quant
-from torchseam.compiler.dialects.views import aten, strip, value, viewed
+from torchseam.compiler.dialects.views import aten, same_shape, strip, value, viewed
 
 Views = tuple[Node, ...]
 
@@ -96,7 +96,7 @@ def _is_plain_add(node: Node) -> bool:
     a, b = node.args[:2]
     if not (isinstance(a, Node) and isinstance(b, Node)) or value(a) is None or value(b) is None:
         return False
-    return value(a).dim() > 0 and value(a).shape == value(b).shape
+    return value(a).dim() > 0 and same_shape(value(a), value(b))
 
 
 def _grow(
@@ -106,11 +106,11 @@ def _grow(
     norms: dict[Node, NormMatch],
     taken: set[Node],
 ) -> Chain:
-    """The longest chain that ends in `norm`, taking no all_reduce that another chain has."""
+    """The longest chain that ends in `norm`, taking no all_reduce and no sum that another chain has."""
     quants = _quants_of(norm)
     free = {node: r for node, r in reduces.items() if node not in taken}
     producer, norm_views = strip(norm.input)
-    if _is_plain_add(producer):
+    if producer not in taken and _is_plain_add(producer):
         a, b = producer.args[:2]
         sources = [(_source(a, free, norms, True), b), (_source(b, free, norms, True), a)]
         best = max(
@@ -166,6 +166,8 @@ def find(graph: Graph) -> Findings:
             chains[norm.output] = chain
             if chain.reduce is not None:
                 taken.add(chain.reduce.node)
+            if chain.add is not None:
+                taken.add(chain.add)
             if chain.inner is not None:
                 inners.add(chain.inner.output)
     findings.chains = [chains[n.output] for n in ordered if n.output in chains]

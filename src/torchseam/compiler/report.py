@@ -179,13 +179,19 @@ def _fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def render(report: FusionReport) -> Any:
     """The report as rich tables: one of what was fused, one of what was not, and the notes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    fused = Table(title=f"{report.fused} seams fused in {len(report.graphs)} graphs", title_justify="left")
+    fused = Table(
+        title=f"{_count(report.fused, 'seam')} fused in {_count(len(report.graphs), 'graph')}", title_justify="left"
+    )
     for name in ("seam", "times", "rows x hidden", "dtype", "backend", "first at"):
         fused.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
     groups: dict[tuple[str, ...], list[FusedSeam]] = {}
@@ -207,13 +213,15 @@ def render(report: FusionReport) -> Any:
     plain = sum(g.plain_norms for g in report.graphs)
     exact = sum(g.exact_norms for g in report.graphs)
     if plain:
-        parts.append(Text(f"{plain} norms without all_reduce or quantiser are Inductor's"))
+        parts.append(Text(f"{_count(plain, 'norm')} without all_reduce or quantiser: left to Inductor"))
     if exact:
-        parts.append(Text(f"{exact} norms without all_reduce or quantiser run as torchseam's operator (exact=True)"))
+        parts.append(
+            Text(f"{_count(exact, 'norm')} without all_reduce or quantiser: torchseam's operator (exact=True)")
+        )
     for name, count in report.gemms.items():
-        parts.append(Text(f"{count} quantised linear layers: {name}"))
+        parts.append(Text(f"{_count(count, 'quantised linear layer')}: {name}"))
     if report.unreported:
-        parts.append(Text(f"{report.unreported} graphs came from a compile cache that has no record of their seams"))
+        parts.append(Text(f"{_count(report.unreported, 'graph')} from a compile cache that has no record of the seams"))
     return Group(*parts)
 
 

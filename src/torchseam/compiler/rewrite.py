@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torchseam import ops  # noqa: F401  (registers torch.ops.torchseam)
-from torchseam.compiler.dialects.views import replay, value
+from torchseam.compiler.dialects.views import replay, same_shape, value
 from torchseam.compiler.find import Chain, FoundQuant
 from torchseam.compiler.plan import internal_nodes
 from torchseam.seam import Output, Quant, Reduce, Seam
@@ -118,7 +118,7 @@ def rewrite(graph: Graph, chain: Chain, backend: str, replaced: dict[Node, Node]
             if name == "norm":
                 new = replay(graph, new, chain.norm_views)
             elif name == "reduced":
-                new = _shape_as(graph, new, source) if value(new).shape != value(source).shape else new
+                new = _shape_as(graph, new, source) if not same_shape(value(new), value(source)) else new
             _replace(old, new, replaced)
             index += 1
         for group in twins:
@@ -157,7 +157,7 @@ def _shape_as(graph: Graph, reduced: Node, like: Node) -> Node:
 
 def _in_place_of(graph: Graph, new: Node, old: Node, views: tuple[Node, ...]) -> Node:
     """Codes or scales in the shape in which the quantiser gave them; layouts of their own are left as they are."""
-    if views and value(new).shape != value(old).shape:
+    if views and not same_shape(value(new), value(old)):
         return replay(graph, new, views)
     return new
 

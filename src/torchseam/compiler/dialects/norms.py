@@ -69,7 +69,7 @@ def _same(a: Any, b: Any) -> bool:
 def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
     """The RMSNorm around a reciprocal square root; None when it is no mean of squares at all."""
     with_eps = rsqrt.args[0]
-    if not _is_call(with_eps, aten.add.Tensor, aten.add.Scalar):
+    if not _is_call(with_eps, aten.add.Tensor, aten.add.Scalar) or with_eps.kwargs:
         return None
     mean, eps = with_eps.args[:2]
     if _is_call(eps, aten.mean.dim):
@@ -169,12 +169,7 @@ def _weighted_after_cast(cast: Node, hidden: Any) -> tuple[Node, tuple[Node, ...
     weight = _other(user, n)
     if not _is_row(weight, hidden):
         return None
-    if between:
-        return weight, between, user
-    if _is_call(weight, _convert) and value(weight).dtype is not value(weight.args[0]).dtype:
-        # a narrower weight promoted to the norm's dtype: the product is the same from either
-        return weight.args[0], (weight,), user
-    return weight, (), user
+    return weight, between, user
 
 
 def _unwrap_weight(weight: Node) -> tuple[Node, int, tuple[Node, ...]]:
@@ -182,7 +177,7 @@ def _unwrap_weight(weight: Node) -> tuple[Node, int, tuple[Node, ...]]:
     nodes: list[Node] = []
     offset = 0
     node = weight
-    if _is_call(node, aten.add.Tensor, aten.add.Scalar) and 1 in node.args[:2]:
+    if _is_call(node, aten.add.Tensor, aten.add.Scalar) and 1 in node.args[:2] and not node.kwargs:
         nodes.append(node)
         node = next(a for a in node.args[:2] if isinstance(a, Node))
         offset = 1

@@ -38,7 +38,8 @@ def match_quant(user: Node) -> QuantMatch | None:
 def _match_own(node: Node) -> QuantMatch | None:
     if node.op != "call_function" or node.target is not torch.ops.torchseam.quantize.default:
         return None
-    y, scale, text = node.args
+    given = {**dict(zip(("y", "scale", "quant"), node.args, strict=False)), **node.kwargs}
+    y, scale, text = given["y"], given["scale"], given["quant"]
     quant = Quant.from_json(text)
     results: list[Node | None] = [None] * (2 if quant.emits_scale else 1)
     for user in node.users:

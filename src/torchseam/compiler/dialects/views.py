@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 
@@ -24,6 +25,11 @@ def last_dim(node: Node) -> Any:
     return val.shape[-1] if val is not None and val.dim() else None
 
 
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two shapes are known to be equal; asks nothing that would guard a symbolic size."""
+    return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True))
+
+
 def viewed(node: Any) -> Node | None:
     """The value whose rows a node only renames; None when the node is no row view.
 
@@ -38,7 +44,7 @@ def viewed(node: Any) -> Node | None:
     elif node.target is aten.copy.default:
         source = node.args[1]
         here, there = value(node), value(source)
-        if here is None or there is None or here.dtype is not there.dtype or here.shape != there.shape:
+        if here is None or there is None or here.dtype is not there.dtype or not same_shape(here, there):
             return None
     size = last_dim(node)
     if not isinstance(source, Node) or not isinstance(size, int) or size != last_dim(source):
