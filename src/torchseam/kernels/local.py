@@ -1,0 +1,299 @@
+"""A seam without a collective, and a quantiser alone: one program per row, one pass over memory.
+
+    h = round(x + residual); y = rms_norm(h) * weight; codes, scales = quantise(y)
+
+Inputs were validated by `ops`; what this kernel cannot do, `unsupported` says, and the caller runs
+`reference` instead.
+"""
+
+# Triton reads annotations of kernels as its own.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchseam.formats import fp8, layout
+from torchseam.kernels import launch as launches
+from torchseam.kernels.epilogue import ABSENT, epilogue, store_padding_row, store_quantized
+from torchseam.kernels.launch import MAX_HIDDEN, Launch
+from torchseam.outputs import empty_outputs, empty_quantized, norm_dtype
+from torchseam.seam import Norm, Quant, Seam
+
+#: Rows are programs of the grid's first dimension.
+_MAX_ROWS = 2**31 - 1
+#: Triton supports NVIDIA GPUs from compute capability 8.0 on.
+_LEAST_CAPABILITY = (8, 0)
+_NO_NORM = Norm(eps=0.0, weight="none")
+
+
+# Not specialised: what changes from call to call, or each new T could mean a new compilation.
+@triton.jit(do_not_specialize=["tokens", "column_stride"])
+def local_kernel(
+    x_ptr,
+    residual_ptr,
+    inner_weight_ptr,
+    weight_ptr,
+    scale_ptr,
+    residual_out_ptr,
+    norm_out_ptr,
+    codes_ptr,
+    scales_ptr,
+    tokens,
+    x_stride,
+    residual_stride,
+    column_stride,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    INNER_WEIGHT: tl.constexpr,
+    INNER_OFFSET: tl.constexpr,
+    INNER_EPS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EPS: tl.constexpr,
+    SCHEME: tl.constexpr,
+    RULE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLOOR: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    HAS_RESIDUAL_OUT: tl.constexpr,
+    HAS_NORM_OUT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    """Row `program_id(0)`: see `epilogue`. Programs past the last token zero the scales' padding rows."""
+    row = tl.program_id(0).to(tl.int64)
+    # Two conditions: the first is decided when the kernel is compiled.
+    if LAYOUT == "swizzled" or LAYOUT == "tma_aligned":  # noqa: SIM102
+        if row >= tokens:
+            store_padding_row(scales_ptr, row, column_stride, HIDDEN, BLOCK, GROUP, LAYOUT)
+            return
+
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+    residual = None
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
+    inner_weight = None
+    if INNER_WEIGHT == "before_cast" or INNER_WEIGHT == "after_cast":
+        inner_weight = tl.load(inner_weight_ptr + columns, mask=inside, other=0.0)
+    weight = None
+    if WEIGHT == "before_cast" or WEIGHT == "after_cast":
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    scale = None
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr)
+
+    h, y, codes, scales = epilogue(
+        x,
+        residual,
+        inner_weight,
+        weight,
+        scale,
+        HIDDEN,
+        BLOCK,
+        RESIDUAL,
+        INNER_WEIGHT,
+        INNER_OFFSET,
+        INNER_EPS,
+        WEIGHT,
+        OFFSET,
+        EPS,
+        SCHEME,
+        RULE,
+        GROUP,
+        FLOOR,
+        SCALE_DTYPE,
+    )
+
+    if HAS_RESIDUAL_OUT:
+        tl.store(residual_out_ptr + row * HIDDEN + columns, h, mask=inside)
+    if HAS_NORM_OUT:
+        tl.store(norm_out_ptr + row * HIDDEN + columns, y, mask=inside)
+    if SCHEME != "absent":
+        store_quantized(codes_ptr, scales_ptr, codes, scales, row, column_stride, HIDDEN, BLOCK, SCHEME, GROUP, LAYOUT)
+
+
+# ---- host -------------------------------------------------------------------------------------
+
+
+def unsupported(x: Tensor) -> str | None:
+    """Why the kernel cannot take rows like those of x [..., H], or None."""
+    hidden = x.shape[-1]
+    if hidden > MAX_HIDDEN:
+        return f"the hidden size is {hidden}; the Triton kernel holds rows of at most {MAX_HIDDEN}"
+    tokens = x.numel() // hidden
+    if tokens > _MAX_ROWS - layout.SWIZZLE_ROWS:
+        return f"there are {tokens} rows; a CUDA grid has at most {_MAX_ROWS}"
+    if x.device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(x.device)
+        if capability < _LEAST_CAPABILITY:
+            return f"the GPU's compute capability is {capability}; Triton needs {_LEAST_CAPABILITY}"
+    return None
+
+
+def run(
+    seam: Seam,
+    x: Tensor,
+    residual: Tensor | None,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    scales: Sequence[Tensor],
+    *,
+    launch: Launch | None = None,
+) -> list[Tensor]:
+    """`reference.run` of a seam that reduces nothing, by one launch, in the bits that DESIGN section 4 says.
+
+    Arguments as `torchseam.ops.seam` validated them: any leading dims and strides. A seam with several
+    quantisers takes one launch more for each after the first. `launch` overrides the choice by H.
+    """
+    outputs = empty_outputs(seam, x, weight)
+    values = dict(zip(seam.outputs, outputs, strict=False))
+    quantized = iter(outputs[len(seam.outputs) :])
+    given = iter(scales)
+    norm_out = values.get("norm")
+    if norm_out is None and len(seam.quants) > 1:
+        dtype = norm_dtype(x.dtype, None if weight is None else weight.dtype, seam.norm)
+        norm_out = x.new_empty(tuple(x.shape), dtype=dtype)
+    first, *others = seam.quants or (None,)
+    _launch(
+        launch,
+        seam.inner_norm,
+        seam.norm,
+        first,
+        x,
+        residual,
+        inner_weight,
+        weight,
+        next(given) if first is not None and first.takes_scale else None,
+        values.get("residual"),
+        norm_out,
+        _take(quantized, first),
+    )
+    for quant in others:
+        assert norm_out is not None
+        scale = next(given) if quant.takes_scale else None
+        _launch_quantizer(launch, norm_out, quant, scale, _take(quantized, quant))
+    return outputs
+
+
+def quantize(y: Tensor, quant: Quant, scale: Tensor | None, *, launch: Launch | None = None) -> list[Tensor]:
+    """`reference.quantize` by one launch, the same bits. Arguments as `torchseam.ops.quantize` validated them."""
+    outputs = empty_quantized(y, quant)
+    _launch_quantizer(launch, y, quant, scale, outputs)
+    return outputs
+
+
+def _take(quantized: Any, quant: Quant | None) -> list[Tensor]:
+    """The next [codes] or [codes, scales] of `quant`."""
+    return [] if quant is None else [next(quantized) for _ in range(1 + quant.emits_scale)]
+
+
+def _launch_quantizer(
+    launch: Launch | None, y: Tensor, quant: Quant, scale: Tensor | None, quantized: list[Tensor]
+) -> None:
+    _launch(launch, None, None, quant, y, None, None, None, scale, None, None, quantized)
+
+
+def _launch(
+    launch: Launch | None,
+    inner_norm: Norm | None,
+    norm: Norm | None,
+    quant: Quant | None,
+    x: Tensor,
+    residual: Tensor | None,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    residual_out: Tensor | None,
+    norm_out: Tensor | None,
+    quantized: list[Tensor],
+) -> None:
+    rows = _as_rows(x)
+    tokens, hidden = rows.shape
+    if tokens == 0:
+        return
+    if scale is not None:
+        scale = fp8.one_float32("the scale", scale, x)
+    residual_rows = None if residual is None else _as_rows(residual)
+    codes, scales = (*map(_as_stored, quantized), None, None)[:2]
+    choice = launch or launches.choose(hidden)
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        local_kernel[(_grid(tokens, quant, scales),)](
+            rows,
+            residual_rows,
+            None if inner_weight is None else inner_weight.contiguous(),
+            None if weight is None else weight.contiguous(),
+            scale,
+            residual_out,
+            norm_out,
+            codes,
+            scales,
+            tokens,
+            rows.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
+            scales.stride(1) if scales is not None and scales.dim() == 2 else 0,
+            **attributes(hidden, inner_norm, norm, quant, residual is not None),
+            HAS_RESIDUAL_OUT=residual_out is not None,
+            HAS_NORM_OUT=norm_out is not None,
+            **choice.options(),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def attributes(
+    hidden: int, inner_norm: Norm | None, norm: Norm | None, quant: Quant | None, residual: bool
+) -> dict[str, Any]:
+    """The constexpr arguments of `local_kernel` for the parts of a seam, HAS_*_OUT left out."""
+    inner, outer = inner_norm or _NO_NORM, norm or _NO_NORM
+    block = launches.block_of(hidden)
+    # A quotient that is not there needs no attributes; each one is fixed so that kernels are shared.
+    group = (quant.group_size or block) if quant else block
+    return {
+        "HIDDEN": hidden,
+        "BLOCK": block,
+        "RESIDUAL": residual,
+        "INNER_WEIGHT": inner.weight if inner_norm else ABSENT,
+        "INNER_OFFSET": inner.offset,
+        "INNER_EPS": inner.eps,
+        "WEIGHT": outer.weight if norm else ABSENT,
+        "OFFSET": outer.offset,
+        "EPS": outer.eps,
+        "SCHEME": quant.scheme if quant else ABSENT,
+        "RULE": quant.rule if quant else ABSENT,
+        "GROUP": group,
+        "FLOOR": quant.scale_floor if quant else 0.0,
+        "SCALE_DTYPE": quant.scale_dtype if quant else ABSENT,
+        "LAYOUT": quant.scale_layout if quant else ABSENT,
+        "HAS_SCALE": quant is not None and quant.takes_scale,
+    }
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """x [..., H] as [T, H] with a contiguous last dim: a view where strides allow one, else a copy."""
+    rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    """One-byte floats as bytes: what the kernel stores are codes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _grid(tokens: int, quant: Quant | None, scales: Tensor | None) -> int:
+    """Programs: one a token, and one for each padding row of the scales' layout."""
+    if quant is None or scales is None:
+        return tokens
+    if quant.scale_layout == "swizzled":
+        return scales.shape[0]
+    if quant.scale_layout == "tma_aligned":
+        return scales.stride(1)
+    return tokens
