@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
 import oracle
@@ -234,10 +235,7 @@ def test_a_seam_that_reduces_goes_on_from_the_sum(ranks, dtype):
 
 
 @pytest.mark.parametrize("quant", cases.QUANTS, ids=cases.describe)
-def test_dequantize_gives_what_the_codes_stand_for(quant, request):
-    if quant.rule == "multiply":
-        reason = "dequantize multiplies by the encode factor that rule 'multiply' was given"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_dequantize_gives_what_the_codes_stand_for(quant):
     for lead in ((5,), (2, 3), (0,), ()):
         y = (torch.randn(*lead, 640, generator=torch.Generator().manual_seed(4)) * 3).to(BF16)
         scale = cases.scale_for(quant)
@@ -297,6 +295,26 @@ def test_payloads_quantise_as_the_oracle_says(dtype, quant):
     scale = cases.scale_for(quant)
     seam = Seam(Norm(1e-6, "none"), quants=(quant,))
     check_codes(seam, y, [reference.quantize(y, quant, scale)], [] if scale is None else [scale])
+
+
+class Fp8Casts(TorchDispatchMode):
+    """Keeps the largest magnitude that is cast to e4m3."""
+
+    largest = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.float8_e4m3fn:
+            self.largest = max(self.largest, float(args[0].abs().nan_to_num(0.0, INF).max()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("quant", cases.QUANTS, ids=cases.describe)
+def test_values_are_clamped_before_the_cast(quant):
+    """What a cast makes of more than 448 differs between torch versions and devices; this one's saturates."""
+    y = payload_rows(BF16, 640) * 1e4
+    with Fp8Casts() as casts:
+        reference.quantize(y, quant, cases.scale_for(quant))
+    assert 0.0 < casts.largest <= 448.0
 
 
 def test_minus_zero_stays_minus_zero():

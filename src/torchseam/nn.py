@@ -46,7 +46,9 @@ def _widen(results: list[Tensor], quant: Quant, scale: Tensor | None) -> Tensor:
 def encode_factor(amax: Tensor) -> Tensor:
     """NVFP4's global encode factor 448 * 6 / amax as fp32 (1 for an all-zero tensor)."""
     amax = amax.float()
-    return torch.where(amax > 0, fp8.E4M3_MAX * nvfp4.E2M1_MAX / amax, torch.ones_like(amax))
+    # number / tensor would be number * reciprocal(tensor), which is not the rounded quotient
+    largest = torch.full_like(amax, fp8.E4M3_MAX * nvfp4.E2M1_MAX)
+    return torch.where(amax > 0, largest / amax, torch.ones_like(amax))
 
 
 class QuantLinear(torch.nn.Module):
@@ -116,7 +118,8 @@ class QuantLinear(torch.nn.Module):
             scales = results[1].reshape(-1, 1)
         else:
             assert self.input_scale is not None
-            scales = self.input_scale.reshape(1, 1).expand(codes.shape[0], 1).contiguous()
+            scale = self.input_scale.reciprocal() if self.quant.rule == "multiply" else self.input_scale
+            scales = scale.reshape(1, 1).expand(codes.shape[0], 1).contiguous()
         y = torch._scaled_mm(codes, self.weight_codes.t(), scales, self.weight_scales, out_dtype=self.dtype)
         return y.reshape(*results[0].shape[:-1], self.out_features)
 

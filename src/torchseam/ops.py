@@ -24,6 +24,7 @@ _library.define(
     "seam(Tensor x, Tensor? residual, Tensor? inner_weight, Tensor? weight, Tensor[] scales, str seam) -> Tensor[]"
 )
 _library.define("quantize(Tensor y, Tensor? scale, str quant) -> Tensor[]")
+_library.define("keep_cast(Tensor x, ScalarType dtype) -> Tensor")
 
 
 # ---- validation -------------------------------------------------------------------------------
@@ -133,11 +134,18 @@ def _quantize_fake(y: Tensor, scale: Tensor | None, quant: str) -> list[Tensor]:
     return empty_quantized(y, parsed)
 
 
+def _keep_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, always a new tensor. Stands for a cast that a compiler must not fold (see compiler/casts.py)."""
+    return x.to(dtype, copy=True)
+
+
 for _key in ("CPU", "CUDA"):
+    _library.impl("keep_cast", _keep_cast, _key)
     _library.impl("seam", _seam_real, _key)
     _library.impl("quantize", _quantize_real, _key)
 torch.library.register_fake("torchseam::seam", _seam_fake, lib=_library)
 torch.library.register_fake("torchseam::quantize", _quantize_fake, lib=_library)
+torch.library.register_fake("torchseam::keep_cast", _keep_cast, lib=_library)
 
 
 # ---- for people who call the operators themselves ---------------------------------------------

@@ -20,12 +20,19 @@ _ATEN_GRAIN_SIZE = 32768
 
 
 def _mean_of_squares(h: Tensor) -> Tensor:
-    """mean(h^2) over the last dim, [..., 1]; the same bits for a row alone and in a batch."""
+    """mean(h^2) over the last dim, [..., 1]; the same bits for a row alone, in a batch, or strided."""
+    if h.stride(-1) != 1:  # aten adds a strided row in another order
+        h = h.contiguous()
     squares = h.pow(2)
     if h.device.type == "cpu" and h.shape[-1] >= _ATEN_GRAIN_SIZE and h.numel() == h.shape[-1]:
         pair = squares.reshape(1, -1).expand(2, -1)
         return pair.mean(-1, keepdim=True)[:1].reshape(*h.shape[:-1], 1)
     return squares.mean(-1, keepdim=True)
+
+
+def _inverse_rms(h: Tensor, eps: float) -> Tensor:
+    """rsqrt(mean(h^2) + eps) of h [..., H] fp32: [..., 1]."""
+    return torch.rsqrt(_mean_of_squares(h) + eps)
 
 
 def rms_norm(h: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
@@ -35,7 +42,7 @@ def rms_norm(h: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
     with `after_cast` and a weight of another dtype it has torch's promoted dtype, as in eager.
     """
     wide = h.float()
-    n = wide * torch.rsqrt(_mean_of_squares(wide) + norm.eps)
+    n = wide * _inverse_rms(wide, norm.eps)
     if norm.weight == "none":
         return n.to(h.dtype)
     assert weight is not None
@@ -71,12 +78,15 @@ def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tenso
 def dequantize(codes: Tensor, scales: Tensor, quant: Quant, block_scales: Tensor | None = None) -> Tensor:
     """The fp32 values that codes stand for, [..., H].
 
-    FP8: `scales` is the static scale, or what the quantiser returned. NVFP4: `scales` is the global
-    encode factor and `block_scales` what the quantiser returned.
+    FP8: `scales` is the static scale (the encode factor where `quant.rule` is `multiply`), or what the
+    quantiser returned. NVFP4: `scales` is the global encode factor and `block_scales` what the
+    quantiser returned.
     """
     if quant.scheme == "nvfp4":
         assert block_scales is not None
         return nvfp4.dequantize(codes, block_scales, scales, quant.scale_layout)
+    if quant.rule == "multiply":
+        return codes.float() / scales
     return fp8.dequantize(codes, scales, quant.group_size or None)
 
 

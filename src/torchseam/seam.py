@@ -70,8 +70,8 @@ class Reduce:
 
     def __post_init__(self) -> None:
         for text in (self.group, self.backend):
-            if '"' in text or "\\" in text:
-                raise ValueError(f"Reduce has {text!r}; names must have no quotes and no backslashes")
+            if '"' in text or "\\" in text or not text.isprintable():
+                raise ValueError(f"Reduce has {text!r}; names must be printable, without quotes and backslashes")
 
     def to_json(self) -> str:
         return f'{{"group":"{self.group}","backend":"{self.backend}"}}'
@@ -103,7 +103,7 @@ class Norm:
         return self.weight != "none"
 
     def to_json(self) -> str:
-        return f'{{"eps":{float(self.eps)!r},"weight":"{self.weight}","offset":{self.offset}}}'
+        return f'{{"eps":{float(self.eps)!r},"weight":"{self.weight}","offset":{int(self.offset)}}}'
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ class Quant:
         floor = self.scale_floor
         if not 0 <= floor < float("inf"):
             raise ValueError(f"scale_floor is {floor!r}; it must be a finite number >= 0")
+        if floor and self.scheme not in ("fp8_token", "fp8_group"):
+            raise ValueError(f"scale_floor is {floor!r}, but {self.scheme!r} computes no scale that could be too small")
         object.__setattr__(self, "_json", self._as_json())
 
     @property
@@ -167,7 +169,7 @@ class Quant:
     def _as_json(self) -> str:
         return (
             f'{{"scheme":"{self.scheme}","group_size":{self.group_size},"scale_dtype":"{self.scale_dtype}",'
-            f'"scale_layout":"{self.scale_layout}","rule":"{self.rule}","scale_floor":{self.scale_floor!r}}}'
+            f'"scale_layout":"{self.scale_layout}","rule":"{self.rule}","scale_floor":{float(self.scale_floor)!r}}}'
         )
 
     @staticmethod

@@ -248,20 +248,21 @@ PADDED_QUANTIZERS = (
 # ---- the comparison ---------------------------------------------------------------------------
 
 
-def fp64_mean_of_squares(h: Tensor) -> Tensor:
-    """The kernels' canonical reduction: an fp64 sum, rounded to fp32, then divided."""
-    return h.double().pow(2).sum(-1, keepdim=True).float() / h.new_full((), h.shape[-1])
+def canonical_inverse_rms(h: Tensor, eps: float) -> Tensor:
+    """The kernels' canonical reduction: an fp64 sum, rounded to fp32, then divided; the root rounded once."""
+    mean = h.double().pow(2).sum(-1, keepdim=True).float() / h.new_full((), h.shape[-1])
+    return (1.0 / torch.sqrt((mean + eps).double())).float()
 
 
 @contextlib.contextmanager
 def canonical_reduction() -> Iterator[None]:
     """The reference with the kernels' row reduction: then every bit must agree."""
-    eager = reference._mean_of_squares
-    reference._mean_of_squares = fp64_mean_of_squares
+    eager = reference._inverse_rms
+    reference._inverse_rms = canonical_inverse_rms
     try:
         yield
     finally:
-        reference._mean_of_squares = eager
+        reference._inverse_rms = eager
 
 
 def bits(t: Tensor) -> Tensor:

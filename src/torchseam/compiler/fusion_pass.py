@@ -17,6 +17,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from torchseam.backends import select
+from torchseam.compiler import casts
 from torchseam.compiler.dialects.views import value
 from torchseam.compiler.find import find
 from torchseam.compiler.plan import Plan, plan
@@ -29,6 +30,7 @@ from torchseam.compiler.report import (
     source_line,
 )
 from torchseam.compiler.rewrite import rewrite
+from torchseam.compiler.user_passes import as_passes, identities
 from torchseam.config import LOG_VARIABLE, SeamConfig
 from torchseam.seam import Seam
 
@@ -106,10 +108,11 @@ class FusionPass(CustomGraphPass):
 
     def __init__(self, config: SeamConfig, also: Any = None) -> None:
         self.config = config
-        self.also = tuple(also) if isinstance(also, (list, tuple)) else () if also is None else (also,)
+        self.also = as_passes(also)
         self.report = FusionReport()
 
     def __call__(self, graph: Graph) -> None:
+        casts.restore(graph)
         for other in self.also:
             other(graph)
         result = run_pass(graph, self.config)
@@ -121,12 +124,9 @@ class FusionPass(CustomGraphPass):
 
     def uuid(self) -> Any | None:
         """Identifies everything that shapes the rewritten graph; None (no caching) if a user's pass has no uuid."""
-        others = []
-        for other in self.also:
-            identity = other.uuid() if hasattr(other, "uuid") else None
-            if not identity:
-                return None
-            others.append(repr(identity))
+        others = identities(self.also)
+        if others is None:
+            return None
         parts = (
             _source_hash(),
             sorted(dataclasses.asdict(self.config).items()),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from torchseam.seam import Seam
@@ -228,6 +230,9 @@ def render(report: FusionReport) -> Any:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
 
 
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+
+
 def source_line(node: Node) -> str:
     """The user's line that made a node: `file.py:12 in forward: code`, or '' where torch did not keep it.
 
@@ -235,6 +240,6 @@ def source_line(node: Node) -> str:
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for path, line, function, code in reversed(frames):
-        if "/torch/" not in path.replace("\\", "/"):
+        if not path.startswith(_TORCH_FOLDER):
             return f"{'/'.join(path.replace(chr(92), '/').split('/')[-2:])}:{line} in {function}: {code.strip()}"
     return ""

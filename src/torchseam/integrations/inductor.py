@@ -18,6 +18,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from torchseam.backends import select
+from torchseam.compiler import casts
 from torchseam.compiler.fusion_pass import FusionPass
 from torchseam.compiler.report import FusionReport, GraphReport, graph_from_dict, graph_to_dict
 from torchseam.config import SeamConfig
@@ -28,6 +29,8 @@ log = logging.getLogger("torchseam")
 
 def _options_for(fusion_pass: FusionPass) -> dict[str, Any]:
     options: dict[str, Any] = {"post_grad_custom_post_pass": fusion_pass}
+    if casts.needed():
+        options["joint_custom_pre_pass"] = casts.KeepCasts(also=inductor_config.joint_custom_pre_pass)
     if fusion_pass.config.exact:
         options["emulate_precision_casts"] = True
     return options

@@ -62,7 +62,9 @@ def normalize(h, weight, squares, HIDDEN: tl.constexpr, WEIGHT: tl.constexpr, OF
     mean = tl.div_rn(squares.to(tl.float32), HIDDEN * 1.0)
     # Not the bare number: Triton makes an fp64 constant of one below 2^-126.
     shifted = mean + tl.full((), EPS, tl.float32)
-    n = to_float32(h) * tl.div_rn(1.0, tl.sqrt_rn(shifted))
+    # One number a row: in fp64 the root has one rounding, in fp32 it would have two.
+    root = (1.0 / tl.sqrt(shifted.to(tl.float64))).to(tl.float32)
+    n = to_float32(h) * root
     if WEIGHT == "none":
         y = round_to(n, h.dtype)
     elif WEIGHT == "before_cast":
