@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchseam.integrations.transformers.store import ModelError
+
 NAME = "torchseam"
 
 
@@ -23,9 +25,15 @@ def grouped_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, Hq, T, D], key and value [B, Hk, S, D], additive mask [B, 1, T, S] -> [B, T, Hq, D]."""
+    """query [B, Hq, T, D], key and value [B, Hk, S, D], additive mask [B, 1, T, S] -> [B, T, Hq, D].
+
+    Raises ModelError for attention sinks (`s_aux`), which it does not have.
+    """
+    if s_aux is not None:
+        raise ModelError("attention sinks (gpt-oss) are not supported; use a model without them")
     batch, query_heads, tokens, dim = query.shape
     key_heads, length = key.shape[1], key.shape[2]
     group = query_heads // key_heads

@@ -28,7 +28,8 @@ def calibrate(
     """Name -> amax (fp32 scalar) of each layer's input while `run()` runs the model.
 
     Layers that read one tensor (q, k, v; gate, up) share one result object, so that they share one
-    quantiser. The maximum is taken over all ranks of `group`.
+    quantiser. The maximum is taken over all ranks of `group`. Raises ValueError when `run()` does not
+    reach a layer: a scale for it would be made up.
     """
     seen: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
@@ -52,6 +53,12 @@ def calibrate(
     finally:
         for handle in handles:
             handle.remove()
+    missed = [name for name in names if name not in seen and name not in shared]
+    if missed:
+        raise ValueError(
+            f"the calibration run did not reach {len(missed)} linear layers (first: {missed[0]}); "
+            "choose a dynamic scheme, which needs no calibration: fp8_token, fp8_group"
+        )
     if group is not None and seen:
         stacked = torch.stack(list(seen.values()))
         dist.all_reduce(stacked, op=dist.ReduceOp.MAX, group=group)
@@ -70,9 +77,17 @@ def quantize_linears(
     """Replace the linear layers of the decoder layers by `QuantLinear`; returns how many.
 
     `kinds` is what `shard` returned (empty for one rank); `run` runs the model once on the
-    calibration prompt. Raises ValueError when a layer's size does not fit the scheme.
+    calibration prompt. Raises ValueError when a layer's size does not fit the scheme; the model is
+    then as it was.
     """
     names = linear_layers(model)
+    for name in names:
+        columns = local(model.get_submodule(name).weight).shape[1]
+        if columns % quant.multiple_of:
+            raise ValueError(
+                f"{name} has {columns} input features on each rank; {quant.scheme} needs a multiple of "
+                f"{quant.multiple_of}: choose another scheme or fewer ranks"
+            )
     scales: dict[int, Tensor] = {}
     amaxes = calibrate(model, names, run, group) if quant.takes_scale else {}
     for name in names:

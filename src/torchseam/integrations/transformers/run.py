@@ -77,6 +77,22 @@ class Generation:
     seconds: list[float] = field(default_factory=list)
 
 
+def _static_cache(config: Any, length: int) -> Any:
+    """A key-value cache of `length` positions in every layer.
+
+    transformers' layer for sliding windows counts its tokens in a Python number, which Dynamo takes for
+    a constant: another graph for each token. The mask has the window anyway, so whole layers do.
+    """
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    cache = StaticCache(config=config, max_cache_len=length)
+    cache.layers = [
+        StaticLayer(max_cache_len=length) if isinstance(layer, StaticSlidingWindowLayer) else layer
+        for layer in cache.layers
+    ]
+    return cache
+
+
 def generate(
     forward: Callable[..., Any],
     config: Any,
@@ -91,10 +107,8 @@ def generate(
     The cache holds `cache_length` positions (default: what this call needs); a compiled model is
     compiled anew for another length.
     """
-    from transformers import StaticCache
-
     length = prompt.shape[1]
-    cache = StaticCache(config=config, max_cache_len=cache_length or length + tokens)
+    cache = _static_cache(config, cache_length or length + tokens)
     result = Generation()
     ids = prompt
     positions = torch.arange(length, device=prompt.device)[None]
@@ -134,7 +148,9 @@ def compare(fused: Generation, eager: Generation) -> Comparison:
     steps = range(len(eager.tokens))
     differs = next((i for i in steps if fused.tokens[i] != eager.tokens[i]), None)
     common = len(eager.tokens) if differs is None else differs + 1
-    largest = max((float((fused.logits[i] - eager.logits[i]).abs().max()) for i in range(common)), default=0.0)
+    differences = [(fused.logits[i] - eager.logits[i]).abs().max() for i in range(common)]
+    # torch's maximum, not Python's: it keeps a NaN
+    largest = float(torch.stack(differences).max()) if differences else 0.0
     if differs is None:
         return Comparison(True, largest)
     pair = {"fused": fused.tokens[differs], "eager": eager.tokens[differs]}

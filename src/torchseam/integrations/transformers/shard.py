@@ -7,6 +7,7 @@ fewer of them than ranks. For inference: hooks that only training needs are drop
 from __future__ import annotations
 
 import re
+import reprlib
 from typing import Any
 
 import torch
@@ -66,10 +67,14 @@ def plan_of(model: Any) -> dict[str, str]:
 
 
 def check_sizes(config: Any, world_size: int) -> None:
-    """Raise ModelError unless `world_size` ranks can share the model's heads and sizes."""
+    """Raise ModelError unless `world_size` ranks can share the model's heads and sizes.
+
+    Also for a model whose configuration does not name them: no decoder-only transformer of text.
+    """
 
     def refuse(what: str, size: int) -> None:
-        fits = [n for n in range(1, size + 1) if all(_divides(config, n))]
+        heads, *_ = _sizes(config)
+        fits = [n for n in range(1, heads + 1) if all(_divides(config, n))]
         raise ModelError(
             f"--tp {world_size} does not divide the {what} ({size}); --tp may be {', '.join(map(str, fits))}"
         )
@@ -81,13 +86,20 @@ def check_sizes(config: Any, world_size: int) -> None:
 
 
 def _sizes(config: Any) -> tuple[int, int, int, int]:
-    heads = config.num_attention_heads
-    return (
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        config.hidden_size,
-        config.intermediate_size,
-    )
+    """Attention heads, key-value heads, hidden and intermediate size; ModelError when one is not one number."""
+
+    def size(name: str) -> int:
+        given = getattr(config, name, None)
+        if isinstance(given, int) and given > 0:
+            return given
+        raise ModelError(
+            f"the architecture {config.model_type!r} is not supported: the {name} of its configuration is "
+            f"{reprlib.repr(given)}; it must be a positive number (decoder-only text models, such as Llama, have one)"
+        )
+
+    heads = size("num_attention_heads")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, size("hidden_size"), size("intermediate_size")
 
 
 def _divides(config: Any, world_size: int) -> tuple[bool, bool, bool, bool]:
