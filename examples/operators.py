@@ -1,6 +1,6 @@
 """The operators without the compiler: one call for a whole seam.
 
-    python examples/operators.py
+python examples/operators.py
 """
 
 from __future__ import annotations

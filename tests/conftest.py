@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from torchseam.integrations.transformers.store import ModelFiles
+    from torchseam.integrations.transformers.files import ModelFiles
 
 MULTICAST_VARIABLE = "TORCHSEAM_TEST_MULTICAST"
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from torchseam.cli import app, demo
 from torchseam.compiler.report import FusionReport
-from torchseam.integrations.transformers.store import ModelFiles
+from torchseam.integrations.transformers.files import ModelFiles
 
 pytest.importorskip("transformers", reason="needs torchseam[transformers]")
 

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchseam.integrations.transformers.gguf import ModelError, check_gguf, convert_gguf
+from torchseam.integrations.transformers.files import ModelError
+from torchseam.integrations.transformers.gguf import check_gguf, convert_gguf
 from torchseam.integrations.transformers.store import open_model
 
 transformers = pytest.importorskip("transformers", reason="needs torchseam[transformers]")
@@ -308,9 +309,10 @@ from pathlib import Path
 optional = ("transformers", "gguf", "sentencepiece", "accelerate", "google.protobuf")
 sys.modules |= dict.fromkeys(optional)  # None: an import raises ImportError
 from torchseam.integrations.transformers import gguf, store, tokenizer
+from torchseam.integrations.transformers.files import ModelError
 try:
     store.open_model(Path({str(tiny)!r}))
-except store.ModelError as error:
+except ModelError as error:
     print(error)
 """
     environment = dict(os.environ, TORCHSEAM_CACHE=str(tiny.parent / "cache"))

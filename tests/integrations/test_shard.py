@@ -12,7 +12,7 @@ from tiny_models import ARCHITECTURES, HIDDEN, WHOLE_ONLY, prompt, tiny_config, 
 
 from torchseam.cli.launch import launch
 from torchseam.integrations.transformers.attention import grouped_attention
-from torchseam.integrations.transformers.gguf import ModelError
+from torchseam.integrations.transformers.files import ModelError
 from torchseam.integrations.transformers.shard import check_sizes, drop_backward_hooks, plan_of, shard
 
 transformers = pytest.importorskip("transformers", reason="needs torchseam[transformers]")

@@ -18,7 +18,8 @@ import torch
 from test_gguf import assert_valid, entries, write_tiny_gguf
 
 from torchseam.integrations.transformers import store
-from torchseam.integrations.transformers.store import ModelError, ModelFiles, default_model, open_model
+from torchseam.integrations.transformers.files import ModelError, ModelFiles
+from torchseam.integrations.transformers.store import default_model, open_model
 from torchseam.integrations.transformers.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs torchseam[transformers]")

@@ -11,8 +11,8 @@ import torch
 from test_gguf import tiny_vocabulary, write_tiny_gguf
 
 from torchseam.integrations.transformers import store
-from torchseam.integrations.transformers.gguf import ModelError
-from torchseam.integrations.transformers.store import ModelFiles, default_model, open_model
+from torchseam.integrations.transformers.files import ModelError, ModelFiles
+from torchseam.integrations.transformers.store import default_model, open_model
 from torchseam.integrations.transformers.tokenizer import build_sentencepiece, load_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs torchseam[transformers]")

@@ -339,6 +339,9 @@ def check(case: Case, given: Inputs, run: Run, quantize: Run, device: str = "cpu
     return broken
 
 
+FP32_NORM_ULPS = 4
+
+
 def _eager_differences(
     seam: Seam, arguments: tuple, got: list[Tensor], eager: list[Tensor], dtype: torch.dtype
 ) -> list[str]:
@@ -349,11 +352,12 @@ def _eager_differences(
     broken = [] if not seam.residual or same(got[0], eager[0]) else ["residual differs from eager's"]
     at = seam.outputs.index("norm")
     if dtype == torch.float32:
-        # Eager itself is some places off there (seven fp32 roundings): not worse than eager, then, but
-        # for the last place, which is luck.
+        # Eager itself is some places off there (seven fp32 roundings). On one row it may be lucky: the
+        # kernel's own roundings (mean and root 1/2 ulp each, their product with h and with the weight 1/2
+        # each, relative 2^-23 in all) are at most 4 places where the result lies just above a power of two.
         oracle = _fp64_norm(seam, *arguments)
         error, eager_error = ulps(got[at], oracle), ulps(eager[at], oracle)
-        if error > eager_error + 1:
+        if error > max(eager_error + 1, FP32_NORM_ULPS):
             broken.append(f"norm is {error} ulp from the float64 oracle, eager {eager_error}")
         return broken
     distance = ulps(got[at].to(dtype), eager[at].to(dtype))

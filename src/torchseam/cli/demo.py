@@ -49,7 +49,7 @@ def run_rank(settings: Settings) -> dict[str, Any] | None:
     from torchseam.config import SeamConfig
     from torchseam.integrations import inductor
     from torchseam.integrations.transformers import run
-    from torchseam.integrations.transformers.store import ModelFiles
+    from torchseam.integrations.transformers.files import ModelFiles
     from torchseam.seam import Quant
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -150,7 +150,7 @@ def prepare(model: Path | None, prompt: str, tokens: int, ranks: int, steps: Ste
 def _read_config(files: Any) -> Any:
     from transformers import AutoConfig
 
-    from torchseam.integrations.transformers.gguf import ModelError
+    from torchseam.integrations.transformers.files import ModelError
 
     try:
         return AutoConfig.from_pretrained(files.directory, local_files_only=True, trust_remote_code=False)
@@ -166,7 +166,7 @@ def check_architecture(config: Any, ranks: int, source: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from torchseam.integrations.transformers.gguf import ModelError
+    from torchseam.integrations.transformers.files import ModelError
     from torchseam.integrations.transformers.shard import check_sizes, plan_of
 
     kind = config.model_type

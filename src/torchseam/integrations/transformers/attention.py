@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchseam.integrations.transformers.store import ModelError
+from torchseam.integrations.transformers.files import ModelError
 
 NAME = "torchseam"
 

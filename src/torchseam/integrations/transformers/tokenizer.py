@@ -11,12 +11,10 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from torchseam.integrations.transformers.gguf import ModelError, check_gguf, import_extra
-
-if TYPE_CHECKING:
-    from torchseam.integrations.transformers.store import ModelFiles
+from torchseam.integrations.transformers.files import ModelError, ModelFiles
+from torchseam.integrations.transformers.gguf import check_gguf, import_extra
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 SETTINGS_FILE = "tokenizer_config.json"
