@@ -21,12 +21,14 @@ from pathlib import Path
 
 import kernel_cases
 import torch
+import triton
+import triton.language as tl
 from kernel_cases import Case, check, inputs, same, storage
 from torch import Tensor
 
 from torchseam import ops, reference
 from torchseam.backends import local as backend
-from torchseam.kernels import launch, local
+from torchseam.kernels import casts, launch, local
 from torchseam.seam import Norm, Quant, Seam
 
 #: Hidden sizes per group; the groups make `launch.choose` return every choice, and each block size
@@ -168,7 +170,7 @@ def check_operators() -> list[str]:
     case = Case(seam, None, 4096, torch.bfloat16)
     given = inputs(case, 37).to("cuda")
     arguments = given.arguments()
-    if backend._kernel_for(given.x) is not local:
+    if backend._kernel_for(given.x, seam.quants) is not local:
         broken.append("the local backend does not choose the kernel for a CUDA tensor")
     expected = local.run(seam, *arguments)
     keywords = {"residual": given.residual, "weight": given.weight, "scales": given.scales}
@@ -186,6 +188,37 @@ def check_operators() -> list[str]:
     if any(t.numel() for t in empty):
         broken.append("T = 0: outputs are not empty")
     return broken
+
+
+@triton.jit
+def divide_kernel(a_ptr, b_ptr, quick_ptr, long_ptr, count, BLOCK: tl.constexpr):
+    """The e4m3 codes of a / b: by `casts.divide` and the GPU's conversion, and by the long way."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    a = tl.load(a_ptr + at, mask=inside, other=1.0)
+    b = tl.load(b_ptr)
+    tl.store(quick_ptr + at, casts.to_e4m3_native(casts.divide(a, b)).to(tl.uint8, bitcast=True), mask=inside)
+    tl.store(long_ptr + at, casts.to_e4m3(tl.div_rn(a, b)).to(tl.uint8), mask=inside)
+
+
+def check_divide() -> list[str]:
+    """All 65,536 bf16 values and random fp32 ones over scales from 1e-24 to 1e30: the same codes both ways."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    every = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    wrong = 0
+    for round_ in range(300):
+        exponent = torch.empty(2, device="cuda").uniform_(-6, 6, generator=generator)
+        drawn = torch.randn(2**20, device="cuda", generator=generator) * 10 ** exponent[0]
+        a = every if round_ % 2 else drawn
+        b = 10 ** torch.empty(1, device="cuda").uniform_(-23.9, 29.9, generator=generator)
+        if round_ % 3 == 0:
+            b = torch.empty(1, device="cuda").uniform_(0.001, 2, generator=generator)
+        quick, long = (torch.empty(a.shape, dtype=torch.uint8, device="cuda") for _ in range(2))
+        grid = (triton.cdiv(a.numel(), 1024),)
+        divide_kernel[grid](a, b, quick, long, a.numel(), 1024, enable_fp_fusion=False)
+        nan = (quick & 0x7F == 0x7F) & (long & 0x7F == 0x7F)
+        wrong += int(((quick != long) & ~nan).sum())
+    return [f"{wrong} codes differ"] if wrong else []
 
 
 # ---- speed ------------------------------------------------------------------------------------
@@ -246,13 +279,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU; none is visible to torch", file=sys.stderr)
         return 2
-    import triton
-
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     mismatches = 0
     if not given.only_timing:
         mismatches += check_table(given.workers)
-        for checked in (check_padding, check_operators, check_offsets_beyond_32_bits):
+        for checked in (check_divide, check_padding, check_operators, check_offsets_beyond_32_bits):
             broken = checked()
             torch.cuda.empty_cache()
             print(f"{checked.__name__}: {broken or 'ok'}", flush=True)

@@ -249,8 +249,12 @@ PADDED_QUANTIZERS = (
 
 
 def canonical_inverse_rms(h: Tensor, eps: float) -> Tensor:
-    """The kernels' canonical reduction: an fp64 sum, rounded to fp32, then divided; the root rounded once."""
-    mean = h.double().pow(2).sum(-1, keepdim=True).float() / h.new_full((), h.shape[-1])
+    """The kernels' canonical reduction: segments of 8 by a tree in fp32, the segments in fp64, rounded to fp32,
+    then divided; the root rounded once."""
+    squares = torch.nn.functional.pad(h.pow(2), (0, -h.shape[-1] % 8))
+    for _ in range(3):
+        squares = squares[..., 0::2] + squares[..., 1::2]
+    mean = squares.double().sum(-1, keepdim=True).float() / h.new_full((), h.shape[-1])
     return (1.0 / torch.sqrt((mean + eps).double())).float()
 
 

@@ -1,8 +1,9 @@
 """Device functions that round: to a dtype, to e4m3fn and e2m1 codes, to powers of two.
 
-All by integer arithmetic on the bits, so one rounding (nearest, ties to even) on every architecture,
-in every Triton version and in the interpreter: fp8 casts double-round through fp16 on some of them,
-and bitcasts of fp8 were miscompiled in Triton 3.6 (FIELD section 1). Codes are int32 values.
+By integer arithmetic on the bits, so one rounding (nearest, ties to even) on every architecture, in
+every Triton version and in the interpreter: fp8 casts double-round through fp16 on some of them, and
+bitcasts of fp8 were miscompiled in Triton 3.6. Where NATIVE, the GPU's own conversion instruction gives
+the same codes in a twentieth of the instructions. Codes are int32 values (int8 where NATIVE).
 The meaning is that of `formats.fp8` and `formats.nvfp4`, bit for bit.
 """
 
@@ -83,6 +84,41 @@ def to_e4m3(x):
     code = _magnitude_code(x, MANTISSA=3, BIAS=7, MAX=0x43E00000)  # 448.0
     code = tl.where(x != x, _E4M3_NAN, code)
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def to_e4m3_native(x):
+    """`to_e4m3` by the conversion of sm_89 and later (four at a time); int8. NaN -> 0x7F."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }
+        """,
+        "=r,f,f,f,f",
+        [x],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def divide(a, b):
+    """a / b for 2^-80 <= b <= 2^120 (or b inf or NaN), by Markstein's two fused multiply-adds.
+
+    Rounded once for quotients from 2^-10 on, those that give an e4m3 code other than 0: the reciprocal is
+    rounded correctly, the residual of the first quotient is exact (a multiple of 2^-33 * 2^-103), and so the
+    second is the rounded quotient. Where the second is NaN or has lost the sign of a zero, the first is the
+    answer. Below 2^-10 the last place may be off.
+    """
+    reciprocal = tl.div_rn(1.0, b)
+    first = a * reciprocal
+    second = tl.fma(tl.fma(-first, b, a), reciprocal, first)
+    return tl.where((second != second) | (first == 0.0), first, second)
 
 
 @triton.jit

@@ -1,15 +1,16 @@
-"""How a kernel is launched: the choice as a value, and the options that the contract needs.
-
-Not tuned yet: the numbers keep 16 elements of a row in each thread where 4 to 32 warps allow it,
-which bounds the registers; no measurement stands behind them.
-"""
+"""How a kernel is launched: the choice as a value, and the options that the contract needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-_ELEMENTS_PER_WARP = 16 * 32
+#: Elements of a row in each thread, which bounds the registers: 16, and 32 for blocks of 8192 and more. H200,
+#: 2026-11-30, `python benchmarks/local.py --launches`, us for 8, 16 and 32 warps at H = 8192: per-token 66.3, 69.1,
+#: 106.5 and NVFP4 77.4, 81.6, 121.4 at T = 4096; at T = 1 all take 3.4 and 4.4. Blocks of 16384 and more follow
+#: that of 8192; they were not measured.
+_ELEMENTS_PER_WARP, _ELEMENTS_PER_WARP_OF_LONG_ROWS = 16 * 32, 32 * 32
+_LONG_ROW = 8192
 _FEWEST_WARPS = 4
 #: A CUDA thread block has at most 1024 threads.
 _MOST_WARPS = 32
@@ -45,5 +46,6 @@ def block_of(hidden: int) -> int:
 
 def choose(hidden: int) -> Launch:
     """The launch choice for rows of H elements, each held by one program."""
-    warps = block_of(hidden) // _ELEMENTS_PER_WARP
+    block = block_of(hidden)
+    warps = block // (_ELEMENTS_PER_WARP if block < _LONG_ROW else _ELEMENTS_PER_WARP_OF_LONG_ROWS)
     return Launch(min(max(warps, _FEWEST_WARPS), _MOST_WARPS))

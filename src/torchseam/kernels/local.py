@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
@@ -30,6 +31,8 @@ from torchseam.seam import Norm, Quant, Seam
 _MAX_ROWS = 2**31 - 1
 #: Triton supports NVIDIA GPUs from compute capability 8.0 on.
 _LEAST_CAPABILITY = (8, 0)
+#: From Ada on there is an instruction that converts fp32 to e4m3.
+_E4M3_CAPABILITY = (8, 9)
 _NO_NORM = Norm(eps=0.0, weight="none")
 
 
@@ -67,6 +70,7 @@ def local_kernel(
     HAS_RESIDUAL_OUT: tl.constexpr,
     HAS_NORM_OUT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Row `program_id(0)`: see `epilogue`. Programs past the last token zero the scales' padding rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -112,6 +116,7 @@ def local_kernel(
         GROUP,
         FLOOR,
         SCALE_DTYPE,
+        NATIVE,
     )
 
     if HAS_RESIDUAL_OUT:
@@ -244,8 +249,17 @@ def _launch(
             **attributes(hidden, inner_norm, norm, quant, residual is not None),
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
+            NATIVE=x.is_cuda and _converts_natively(x.device.index),
             **choice.options(),
         )
+
+
+@functools.cache
+def _converts_natively(device: int) -> bool:
+    """Whether a CUDA device is an NVIDIA GPU with the conversion to e4m3 (not under the interpreter)."""
+    if torch.version.hip is not None or knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
 
 
 @functools.lru_cache(maxsize=4096)
