@@ -47,7 +47,7 @@ def demo(
     tokens: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
-            help=f"Tokens to generate [default: {demo_module.DEFAULT_TOKENS}; {demo_module.QUICK_TOKENS} with --quick]."
+            help=f"Tokens to generate: {demo_module.DEFAULT_TOKENS}, or {demo_module.QUICK_TOKENS} with --quick."
         ),
     ] = None,
     quick: Annotated[
