@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchseam import Quant, SeamConfig, ops
 from torchseam.compiler.fusion_pass import run_pass
 
-#: A small Llama: the size of the matrices does not matter to a pass over the graph.
+#: A small Qwen3 (with norms of queries and keys): the size of the matrices does not matter to a pass over the graph.
 TOKENS, HIDDEN, HEADS, INTERMEDIATE = 8, 256, 4, 512
 HEAD = HIDDEN // HEADS
 EPS = 1e-5
@@ -51,19 +51,23 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-def _attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    q, k, v = (t.view(TOKENS, HEADS, HEAD).transpose(0, 1) for t in qkv.chunk(3, dim=-1))
+def _attention(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = (t.view(TOKENS, HEADS, HEAD) for t in qkv.chunk(3, dim=-1))
+    q, k, v = (t.transpose(0, 1) for t in (_norm(q, q_norm), _norm(k, k_norm), v))
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    weights = torch.softmax((q @ k.transpose(1, 2)).float() * HEAD**-0.5, dim=-1).to(q.dtype)
+    scores = torch.where(mask, (q @ k.transpose(1, 2)).float() * HEAD**-0.5, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).to(q.dtype)
     return (weights @ v).transpose(0, 1).reshape(TOKENS, HIDDEN)
 
 
-def _model(x: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, layers: list[list[Tensor]], group: str) -> Tensor:
-    """A tensor-parallel Llama with static FP8 activations: two seams a layer, and the last norm."""
+def _model(
+    x: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, layers: list[list[Tensor]], group: str
+) -> Tensor:
+    """Tensor parallel, with static FP8 activations: two seams a layer, and the last norm."""
     h = x
-    for before, qkv, out, after, up, down in layers:
+    for before, qkv, q_norm, k_norm, out, after, up, down in layers:
         (codes,) = ops.quantize(_norm(h, before), QUANT, scale)
-        attended = _attention(_linear(codes, scale, qkv), cos, sin)
+        attended = _attention(_linear(codes, scale, qkv), q_norm, k_norm, cos, sin, mask)
         h = h + funcol.all_reduce(attended @ out, "sum", group)
         (codes,) = ops.quantize(_norm(h, after), QUANT, scale)
         gate, wide = _linear(codes, scale, up).chunk(2, dim=-1)
@@ -82,6 +86,8 @@ def build(layers: int, group: str) -> GraphModule:
             [
                 half(HIDDEN),
                 half(HIDDEN, 3 * HIDDEN),
+                half(HEAD),
+                half(HEAD),
                 half(HIDDEN, HIDDEN),
                 half(HIDDEN),
                 half(HIDDEN, 2 * INTERMEDIATE),
@@ -89,10 +95,10 @@ def build(layers: int, group: str) -> GraphModule:
             ]
             for _ in range(layers)
         ]
-        cos, sin = half(TOKENS, HEAD), half(TOKENS, HEAD)
+        cos, sin, mask = half(TOKENS, HEAD), half(TOKENS, HEAD), torch.ones(TOKENS, TOKENS, dtype=torch.bool)
         traced = make_fx(
             lambda *args: _model(*args, group), decomposition_table=select_decomp_table(), tracing_mode="real"
-        )(half(TOKENS, HIDDEN), torch.empty(()), cos, sin, weights)
+        )(half(TOKENS, HIDDEN), torch.empty(()), cos, sin, mask, weights)
     traced.graph.eliminate_dead_code()
     return traced
 

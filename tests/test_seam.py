@@ -25,7 +25,11 @@ FULL = Seam(
     reduce=Reduce("tp", "collective"),
     inner_norm=Norm(9.999999974752427e-07, "after_cast"),
     residual=True,
-    quants=(NVFP4, Quant("fp8_group", 64, "ue8m0", "tma_aligned", "reciprocal", 0.25), TOKEN),
+    quants=(
+        NVFP4,
+        Quant("fp8_group", 64, "ue8m0", "tma_aligned", "reciprocal", 0.25, "reciprocal", "activation"),
+        TOKEN,
+    ),
     outputs=("reduced", "residual", "norm"),
 )
 
@@ -190,10 +194,10 @@ def test_the_table_has_every_recipe_that_the_vocabulary_allows():
 @pytest.mark.parametrize(
     ("quant", "expected"),
     (
-        (STATIC, (0, "float32", "row_major", "divide", 0.0)),
-        (TOKEN, (0, "float32", "row_major", "divide", 1 / (448 * 512))),
-        (Quant("fp8_group"), (128, "float32", "row_major", "divide", 1e-10 / 448)),
-        (NVFP4, (16, "float8_e4m3fn", "swizzled", "divide", 0.0)),
+        (STATIC, (0, "float32", "row_major", "divide", 0.0, "divide", "none")),
+        (TOKEN, (0, "float32", "row_major", "divide", 1 / (448 * 512), "divide", "none")),
+        (Quant("fp8_group"), (128, "float32", "row_major", "divide", 1e-10 / 448, "divide", "none")),
+        (NVFP4, (16, "float8_e4m3fn", "swizzled", "divide", 0.0, "divide", "none")),
     ),
     ids=vocabulary.SCHEMES,
 )
@@ -256,6 +260,18 @@ def message_of(make) -> str:
             ("'multiply'",),
         ),
         (lambda: Quant("nvfp4", rule="reciprocal"), "rule of scheme 'nvfp4' is 'reciprocal'", ("'divide'",)),
+        (
+            lambda: Quant("fp8_static", scale_rule="reciprocal"),
+            "scale_rule of scheme 'fp8_static' is 'reciprocal'",
+            ("allowed: 'divide'",),
+        ),
+        (lambda: Quant("fp8_token", scale_rule="multiply"), "is 'multiply'", ("'divide', 'reciprocal'",)),
+        (
+            lambda: Quant("nvfp4", scale_rounding="activation"),
+            "scale_rounding of scheme 'nvfp4' is 'activation'",
+            ("allowed: 'none'",),
+        ),
+        (lambda: Quant("fp8_group", scale_rounding="bf16"), "is 'bf16'", ("'none', 'activation'",)),
         (lambda: Quant("fp8_token", scale_floor=-1.0), "scale_floor is -1.0", ("finite number >= 0",)),
         (lambda: Quant("fp8_token", scale_floor=math.nan), "scale_floor is nan", ("finite number >= 0",)),
         (lambda: Quant("fp8_token", scale_floor=math.inf), "scale_floor is inf", ("finite number >= 0",)),

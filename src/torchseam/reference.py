@@ -64,11 +64,18 @@ def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tenso
         assert scale is not None
         return [fp8.quantize_static(y, scale, quant.rule)]
     if quant.scheme == "fp8_token":
-        return list(fp8.quantize_token(y, quant.scale_floor, quant.rule))
+        return list(fp8.quantize_token(y, quant.scale_floor, quant.rule, quant.scale_rule, quant.scale_rounding))
     if quant.scheme == "fp8_group":
         return list(
             fp8.quantize_group(
-                y, quant.group_size, quant.scale_floor, quant.scale_dtype, quant.scale_layout, quant.rule
+                y,
+                quant.group_size,
+                quant.scale_floor,
+                quant.scale_dtype,
+                quant.scale_layout,
+                quant.rule,
+                quant.scale_rule,
+                quant.scale_rounding,
             )
         )
     assert scale is not None

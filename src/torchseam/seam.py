@@ -18,11 +18,15 @@ from typing import Any, Literal
 WeightMode = Literal["none", "after_cast", "before_cast"]
 Scheme = Literal["fp8_static", "fp8_token", "fp8_group", "nvfp4"]
 Rule = Literal["divide", "reciprocal", "multiply"]
+ScaleRule = Literal["divide", "reciprocal"]
+ScaleRounding = Literal["none", "activation"]
 Output = Literal["reduced", "residual", "norm"]
 
 WEIGHT_MODES: tuple[WeightMode, ...] = ("none", "after_cast", "before_cast")
 SCHEMES: tuple[Scheme, ...] = ("fp8_static", "fp8_token", "fp8_group", "nvfp4")
 RULES: tuple[Rule, ...] = ("divide", "reciprocal", "multiply")
+SCALE_RULES: tuple[ScaleRule, ...] = ("divide", "reciprocal")
+SCALE_ROUNDINGS: tuple[ScaleRounding, ...] = ("none", "activation")
 OUTPUTS: tuple[Output, ...] = ("reduced", "residual", "norm")
 NVFP4_BLOCK = 16
 FP8_GROUP_SIZES = (64, 128)
@@ -114,6 +118,10 @@ class Quant:
     `y * (1 / scale)`, `multiply` is `y * scale` (static FP8 only: the caller's tensor is the
     encode factor). `scale_floor` is the smallest scale (see SCALE_FLOORS). None in `group_size`,
     `scale_dtype`, `scale_layout` or `scale_floor` means the scheme's default.
+
+    How per-token and per-group FP8 make a scale of amax: `scale_rule` `divide` is `amax / 448`,
+    `reciprocal` is `amax * fp32(1/448)`; `scale_rounding` `activation` rounds that to the dtype of
+    the activations (torchao computes it there) before the floor, `none` keeps the fp32 value.
     """
 
     scheme: Scheme
@@ -122,6 +130,8 @@ class Quant:
     scale_layout: str = None  # type: ignore[assignment]
     rule: Rule = "divide"
     scale_floor: float = None  # type: ignore[assignment]
+    scale_rule: ScaleRule = "divide"
+    scale_rounding: ScaleRounding = "none"
 
     def __post_init__(self) -> None:
         _choose("Quant.scheme", self.scheme, SCHEMES)
@@ -141,10 +151,13 @@ class Quant:
         _choose(f"scale_layout {where}", self.scale_layout, SCALE_LAYOUTS[self.scheme])
         rules = RULES if self.scheme == "fp8_static" else ("divide", "reciprocal")
         _choose(f"rule {where}", self.rule, ("divide",) if self.scheme == "nvfp4" else rules)
+        computes = self.scheme in ("fp8_token", "fp8_group")
+        _choose(f"scale_rule {where}", self.scale_rule, SCALE_RULES if computes else SCALE_RULES[:1])
+        _choose(f"scale_rounding {where}", self.scale_rounding, SCALE_ROUNDINGS if computes else SCALE_ROUNDINGS[:1])
         floor = self.scale_floor
         if not 0 <= floor < float("inf"):
             raise ValueError(f"scale_floor is {floor!r}; it must be a finite number >= 0")
-        if floor and self.scheme not in ("fp8_token", "fp8_group"):
+        if floor and not computes:
             raise ValueError(f"scale_floor is {floor!r}, but {self.scheme!r} computes no scale that could be too small")
         object.__setattr__(self, "_json", self._as_json())
 
@@ -169,7 +182,8 @@ class Quant:
     def _as_json(self) -> str:
         return (
             f'{{"scheme":"{self.scheme}","group_size":{self.group_size},"scale_dtype":"{self.scale_dtype}",'
-            f'"scale_layout":"{self.scale_layout}","rule":"{self.rule}","scale_floor":{float(self.scale_floor)!r}}}'
+            f'"scale_layout":"{self.scale_layout}","rule":"{self.rule}","scale_floor":{float(self.scale_floor)!r},'
+            f'"scale_rule":"{self.scale_rule}","scale_rounding":"{self.scale_rounding}"}}'
         )
 
     @staticmethod

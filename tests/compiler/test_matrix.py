@@ -15,7 +15,6 @@ from blocks import (
     NORMS,
     ORDERS,
     WEIGHT_DTYPES,
-    AtenStatic,
     Block,
     LlamaNorm,
     quantisers,
@@ -26,9 +25,7 @@ from graphs import trace_fused
 
 def expected_kinds(order, quantiser, norm, dtype, weight_dtype):
     """What a person would say is fused, from the words of the combination alone."""
-    scheme = None
-    if quantiser is not None:
-        scheme = "fp8_static" if isinstance(quantiser, AtenStatic) else quantiser.scheme
+    scheme = None if quantiser is None else quantiser.scheme
     tail = ["rms_norm", *([scheme] if scheme else [])]
     reduces = not order.startswith("no_reduce")
     # A weight wider than the activations, applied after the cast, makes the norm's output wider too:

@@ -180,6 +180,28 @@ def power_above(value: float) -> float:
     return 2.0 ** min(max(e - 1 if m == 0.5 else e, -126), 127) if value else 2.0**-126
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("scale_rounding", fp8.SCALE_ROUNDINGS)
+@pytest.mark.parametrize("scale_rule", fp8.SCALE_RULES)
+def test_how_a_scale_is_made_of_amax(scale_rule, scale_rounding, dtype):
+    """Against fp64: a quotient or product of two fp32 numbers has one rounding there that shows."""
+    y = torch.randn(256, 128, generator=torch.Generator().manual_seed(3)).to(dtype)
+    amax = y.double().abs().amax(-1, keepdim=True)
+    inverse = float(torch.tensor(1 / 448, dtype=torch.float32))
+    want = (amax / 448 if scale_rule == "divide" else amax * inverse).float()
+    if scale_rounding == "activation":
+        want = want.to(dtype).float()
+    want = want.clamp(min=0.006)
+    codes, scales = fp8.quantize_token(y, 0.006, "divide", scale_rule, scale_rounding)
+    assert torch.equal(scales, want)
+    assert torch.equal(codes.view(torch.uint8), fp8.to_e4m3(y.float() / want).view(torch.uint8))
+    if (scale_rule, scale_rounding) != ("divide", "none") and not (scale_rule == "divide" and dtype is torch.float32):
+        assert not torch.equal(fp8.quantize_token(y, 0.006)[1], scales), "the attributes make no difference"
+    group = fp8.quantize_group(y, 128, 0.006, scale_rule=scale_rule, scale_rounding=scale_rounding)
+    assert torch.equal(group[1], want)
+    assert torch.equal(group[0].view(torch.uint8), codes.view(torch.uint8))
+
+
 def test_powers_of_two_round_up_exactly():
     powers = torch.tensor([2.0**e for e in range(-149, 128)])
     x = torch.cat([
@@ -380,6 +402,8 @@ def test_errors_say_what_is_allowed():
         ),
         (lambda: fp8.quantize_static(y.int(), one), "int32"),
         (lambda: fp8.quantize_token(y, FLOOR, "multiply"), "allowed: 'divide', 'reciprocal'$"),
+        (lambda: fp8.quantize_token(y, FLOOR, scale_rule="multiply"), "scale_rule is 'multiply'; allowed: 'divide'"),
+        (lambda: fp8.quantize_token(y, FLOOR, scale_rounding="bf16"), "'bf16'; allowed: 'none', 'activation'"),
         (lambda: fp8.quantize_token(y[:, :0], FLOOR), "H > 0"),
         (lambda: fp8.quantize_token(y[0, 0], FLOOR), "H > 0"),
         (lambda: fp8.quantize_group(y, 128, FLOOR), r"\(2, 192\).*groups of 128"),

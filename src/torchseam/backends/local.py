@@ -24,7 +24,7 @@ def run(
     scales: Sequence[Tensor],
 ) -> list[Tensor]:
     """A seam that reduces nothing (arguments: `torchseam.ops.seam`)."""
-    kernel = _kernel_for(x)
+    kernel = _kernel_for(x, seam.quants)
     if kernel is None:
         return reference.run(seam, x, residual, inner_weight, weight, scales)
     return kernel.run(seam, x, residual, inner_weight, weight, scales)
@@ -32,15 +32,18 @@ def run(
 
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None) -> list[Tensor]:
     """A quantiser alone (arguments: `torchseam.ops.quantize`)."""
-    kernel = _kernel_for(y)
+    kernel = _kernel_for(y, (quant,))
     if kernel is None:
         return reference.quantize(y, quant, scale)
     return kernel.quantize(y, quant, scale)
 
 
-def _kernel_for(x: Tensor) -> ModuleType | None:
+def _kernel_for(x: Tensor, quants: tuple[Quant, ...]) -> ModuleType | None:
     """The kernel that takes rows like x's, or None: the reference runs."""
     if not x.is_cuda:
+        return None
+    if any((q.scale_rule, q.scale_rounding) != ("divide", "none") for q in quants):
+        _warn_once("the kernel makes scales by fp32 division only")
         return None
     kernel = _triton_kernel()
     if kernel is None:

@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 
 from torchseam.compiler.dialects.collectives import AllReduce, all_reduces
 from torchseam.compiler.dialects.norms import NormMatch, NormMiss, is_rsqrt, match_norm
-from torchseam.compiler.dialects.quants import QuantMatch, match_quant
+from torchseam.compiler.dialects.quant_match import QuantMatch, QuantMiss
+from torchseam.compiler.dialects.quants import match_quant
 from torchseam.compiler.dialects.views import aten, same_shape, strip, value, viewed
 
 Views = tuple[Node, ...]
@@ -46,24 +47,23 @@ class Chain:
 
 @dataclass
 class Findings:
-    """What a graph holds: candidate seams in graph order, all_reduces that no chain took, unreadable norms."""
+    """What a graph holds: candidate seams in graph order, all_reduces that no chain took, unreadable norms,
+    and unreadable quantisers of readable norms."""
 
     chains: list[Chain] = field(default_factory=list)
     loose_reduces: list[AllReduce] = field(default_factory=list)
     misses: list[NormMiss] = field(default_factory=list)
+    quant_misses: list[QuantMiss] = field(default_factory=list)
 
 
-def _quants_of(norm: NormMatch) -> tuple[FoundQuant, ...]:
+def _quants_of(norm: NormMatch, quants: dict[Node, list[QuantMatch]]) -> tuple[FoundQuant, ...]:
     """Quantisers that read a norm, directly or through row views."""
     found: list[FoundQuant] = []
     queue: list[tuple[Node, Views]] = [(norm.output, ())]
     while queue:
         node, views = queue.pop(0)
-        for user in node.users:
-            if viewed(user) is node:
-                queue.append((user, (*views, user)))
-            elif (match := match_quant(user)) is not None and match.input is node:
-                found.append(FoundQuant(match, views))
+        found += [FoundQuant(match, views) for match in quants.get(node, ())]
+        queue += [(user, (*views, user)) for user in node.users if viewed(user) is node]
     return tuple(found)
 
 
@@ -102,13 +102,13 @@ def _is_plain_add(node: Node) -> bool:
 def _grow(
     norm: NormMatch,
     order: dict[Node, int],
-    reduces: dict[Node, AllReduce],
+    free: dict[Node, AllReduce],
     norms: dict[Node, NormMatch],
     taken: set[Node],
+    by_input: dict[Node, list[QuantMatch]],
 ) -> Chain:
     """The longest chain that ends in `norm`, taking no all_reduce and no sum that another chain has."""
-    quants = _quants_of(norm)
-    free = {node: r for node, r in reduces.items() if node not in taken}
+    quants = _quants_of(norm, by_input)
     producer, norm_views = strip(norm.input)
     if producer not in taken and _is_plain_add(producer):
         a, b = producer.args[:2]
@@ -143,7 +143,14 @@ def find(graph: Graph) -> Findings:
     reduces = {r.node: r for r in all_reduces(graph)}
     findings = Findings()
     norms: dict[Node, NormMatch] = {}
+    quants: dict[Node, list[QuantMatch]] = {}
+    quant_misses: list[QuantMiss] = []
     for node in graph.nodes:
+        quant = match_quant(node)
+        if isinstance(quant, QuantMatch):
+            quants.setdefault(quant.input, []).append(quant)
+        elif isinstance(quant, QuantMiss):
+            quant_misses.append(quant)
         if not is_rsqrt(node):
             continue
         match = match_norm(node)
@@ -152,6 +159,7 @@ def find(graph: Graph) -> Findings:
         elif isinstance(match, NormMiss):
             findings.misses.append(match)
     ordered = sorted(norms.values(), key=lambda n: order[n.output])
+    free = dict(reduces)
     taken: set[Node] = set()
     inners: set[Node] = set()
     chains: dict[Node, Chain] = {}
@@ -160,16 +168,17 @@ def find(graph: Graph) -> Findings:
         for norm in ordered:
             if norm.output in chains or norm.output in inners:
                 continue
-            chain = _grow(norm, order, reduces, norms, taken)
+            chain = _grow(norm, order, free, norms, taken, quants)
             if sandwich and chain.inner is None:
                 continue
             chains[norm.output] = chain
             if chain.reduce is not None:
-                taken.add(chain.reduce.node)
-            if chain.add is not None:
-                taken.add(chain.add)
+                del free[chain.reduce.node]
+            if chain.add is not None and (chain.reduce is not None or chain.quants):
+                taken.add(chain.add)  # a norm that is no seam leaves the sum to another reader that is one
             if chain.inner is not None:
                 inners.add(chain.inner.output)
     findings.chains = [chains[n.output] for n in ordered if n.output in chains]
-    findings.loose_reduces = [r for node, r in reduces.items() if node not in taken]
+    findings.quant_misses = [m for m in quant_misses if any(node in norms for node in m.reads)]
+    findings.loose_reduces = list(free.values())
     return findings

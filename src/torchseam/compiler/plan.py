@@ -59,14 +59,52 @@ def internal_nodes(chain: Chain) -> list[Node]:
     return list(dict.fromkeys(nodes))
 
 
+def own_values(chain: Chain) -> set[Node]:
+    """The internal nodes that are computed from the chain's x: not what only prepares a weight or a scale.
+
+    `scale.reciprocal()` or `1 + weight` may stand at the top of the graph and be shared by every layer.
+    """
+    own: set[Node] = set()
+    for node in sorted(internal_nodes(chain)):  # fx nodes compare by their place in the graph
+        if any(source is chain.x or source in own for source in node.all_input_nodes):
+            own.add(node)
+    return own
+
+
+def _inputs(chain: Chain) -> list[Node]:
+    """What the fused operator of a chain reads."""
+    weights = (chain.norm.weight, chain.inner.weight if chain.inner else None)
+    scales = (found.match.scale for found in chain.quants)
+    return [node for node in (chain.x, chain.residual, *weights, *scales) if node is not None]
+
+
 class _Ancestry:
-    """Answers whether a node is computed from any of a set of nodes, looking no further up than they are."""
+    """Answers whether a node is computed from any of a set of nodes, in the graph as it will be.
+
+    A planned chain is one operator there: each of its values needs all of its inputs, so a sum that
+    needed only the all_reduce now waits for the scale too, and two seams can come to need each other.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.planned: dict[Node, list[Node]] = {}
+        self.late: list[tuple[int, int]] = []
+
+    def add(self, chain: Chain) -> None:
+        """Count a chain as rewritten."""
+        own, inputs = own_values(chain), _inputs(chain)
+        for node in own:
+            self.planned.setdefault(node, inputs)
+        first, last = min(self.order[n] for n in own), max(self.order[n] for n in inputs)
+        if first < last:  # through this chain a node depends on others that come later in the graph, up to `last`
+            apart = [(a, b) for a, b in self.late if b < first or last < a]
+            joined = [span for span in self.late if span not in apart]
+            self.late = [*apart, (min([first, *(a for a, _ in joined)]), max([last, *(b for _, b in joined)]))]
 
     def depends(self, node: Node, on: set[Node]) -> bool:
+        """Looks no further up than the first of `on`, or the chains through which something above depends on it."""
         first = min(self.order[n] for n in on)
+        first = next((a for a, b in self.late if a < first <= b), first)
         seen: set[Node] = set()
         stack = [node]
         while stack:
@@ -76,7 +114,7 @@ class _Ancestry:
             if current in seen or self.order[current] < first:
                 continue
             seen.add(current)
-            stack += current.all_input_nodes
+            stack += self.planned.get(current) or current.all_input_nodes
         return False
 
 
@@ -162,7 +200,7 @@ def _guard_quant(found: FoundQuant, chain: Chain, config: SeamConfig) -> tuple[R
 
 def _guard_inputs(chain: Chain, ancestry: _Ancestry) -> tuple[Reason, str] | None:
     """Residual and weights must exist before the seam begins."""
-    inside = set(internal_nodes(chain))
+    inside = own_values(chain)
     for node in (chain.residual, chain.inner.weight if chain.inner else None, chain.norm.weight):
         if node is not None and ancestry.depends(node, inside):
             return Reason.DEPENDENCE, f"{node.name} is"
@@ -203,10 +241,22 @@ def _prune(chain: Chain, guard: Callable[[FoundQuant], tuple[Reason, str] | None
 
 def _split(chain: Chain) -> list[Chain]:
     """A chain cut before its residual: what the collective still fuses with, and the norm after it."""
-    if chain.inner is None or chain.reduce is None:
+    if chain.inner is None:
         return [_norm_only(chain)]
+    if chain.reduce is None:
+        return [Chain(chain.inner, chain.inner.input), _norm_only(chain)]
     _, views = strip(chain.inner.input)
     return [Chain(chain.inner, chain.reduce.input, (), chain.reduce, norm_views=views), _norm_only(chain)]
+
+
+def _inner_read_elsewhere(chain: Chain) -> bool:
+    """Whether a sandwich's first norm has another reader, for whom Inductor would compute it anew, in its order."""
+    if chain.inner is None:
+        return False
+    inside = set(internal_nodes(chain))
+    first = chain.inner.output
+    after = [first, *(view for view in chain.x_views if view > first)]
+    return any(user not in inside for node in after for user in node.users)
 
 
 def decide(chain: Chain, config: SeamConfig, ancestry: _Ancestry, refusals: list[Refusal]) -> list[Chain]:
@@ -231,7 +281,9 @@ def decide(chain: Chain, config: SeamConfig, ancestry: _Ancestry, refusals: list
         if chain.reduce is not None or chain.quants:
             refusals.append(_refuse("residual", *problem, chain.add))
         return [part for piece in _split(chain) for part in decide(piece, config, ancestry, refusals)]
-    inside = set(internal_nodes(chain))
+    if config.exact and _inner_read_elsewhere(chain):
+        return [part for piece in _split(chain) for part in decide(piece, config, ancestry, refusals)]
+    inside = own_values(chain)
     chain = _prune(chain, lambda found: _guard_quant(found, chain, config), refusals)
     chain = _prune(chain, lambda found: _guard_scale(found, inside, ancestry), refusals)
     if chain.reduce is None and chain.quants and not config.fuse_norm_quant:
@@ -254,15 +306,21 @@ def plan(graph: Graph, findings: Findings, config: SeamConfig) -> Plan:
     for miss in findings.misses:
         reason = Reason.PARTIAL_ROW if miss.partial_row else Reason.NORM_SPELLING
         result.refusals.append(_refuse("norm", reason, miss.why, miss.node))
+    for unread in findings.quant_misses:
+        result.refusals.append(_refuse("quantiser", Reason.QUANT_SPELLING, unread.why, unread.node))
     for chain in findings.chains:
         for part in decide(chain, config, ancestry, result.refusals):
             if part.reduce is not None or part.quants:
-                result.chains.append(part)
+                planned = [part]
             elif config.exact:
-                result.chains.append(_norm_only(part))
-                result.exact_norms += 1
+                planned = _split(part)
+                result.exact_norms += len(planned)
             else:
-                result.plain_norms += 1
+                planned = []
+                result.plain_norms += len(_split(part))
+            for each in planned:
+                ancestry.add(each)
+            result.chains += planned
     return result
 
 

@@ -24,6 +24,7 @@ class Reason(str, enum.Enum):
     ALL_REDUCE_READ_EARLY = "something reads the all_reduce before it has finished"
     NO_NORM = "no RMSNorm follows the all_reduce"
     NORM_SPELLING = "the norm is spelled in a way that is not understood"
+    QUANT_SPELLING = "the quantiser is spelled in a way that is not understood"
     PARTIAL_ROW = "the norm's mean is not over the whole last dimension"
     DTYPE = "dtypes do not fit together"
     SHAPE = "shapes do not fit together"
@@ -39,6 +40,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.ALL_REDUCE_READ_EARLY: "read the result after the wait only",
     Reason.NO_NORM: "nothing to do, unless an RMSNorm was meant to follow",
     Reason.NORM_SPELLING: "use torch.nn.RMSNorm, or open an issue with this spelling",
+    Reason.QUANT_SPELLING: "use torchseam.ops.quantize, or one of the recipes in docs/design.md",
     Reason.PARTIAL_ROW: "normalise over the whole last dimension",
     Reason.DTYPE: "give the residual stream one dtype: bf16, fp16 or fp32",
     Reason.SHAPE: "give residual and activations one shape, and the weight the shape [hidden]",
@@ -71,7 +73,7 @@ class FusedSeam:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A part that was left alone: `part` is `all_reduce`, `norm`, `residual` or a scheme's name."""
+    """A part that was left alone: `part` is `all_reduce`, `norm`, `residual`, `quantiser` or a scheme's name."""
 
     part: str
     reason: Reason

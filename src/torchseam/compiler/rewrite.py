@@ -129,8 +129,12 @@ def rewrite(graph: Graph, chain: Chain, backend: str, replaced: dict[Node, Node]
                 index += 1
                 for found, old in readers:
                     assert item is not None and old is not None
-                    views = (*chain.norm_views, *found.views)
-                    _replace(old, _in_place_of(graph, item, old, views), replaced)
+                    quant, is_scale = found.match.quant, position == 1
+                    # A layout of its own has two dimensions, whatever the codes have.
+                    keeps_rows = not is_scale or quant.scale_layout in ("row_major", "linear")
+                    views = (*chain.norm_views, *found.views) if keeps_rows else ()
+                    transposed = is_scale and found.match.scales_transposed
+                    _replace(old, _in_place_of(graph, item, old, views, transposed), replaced)
     for node in reversed(_in_graph_order(nodes)):
         if not node.users:
             graph.erase_node(node)
@@ -155,10 +159,29 @@ def _shape_as(graph: Graph, reduced: Node, like: Node) -> Node:
     return node
 
 
-def _in_place_of(graph: Graph, new: Node, old: Node, views: tuple[Node, ...]) -> Node:
-    """Codes or scales in the shape in which the quantiser gave them; layouts of their own are left as they are."""
+def _in_place_of(graph: Graph, new: Node, old: Node, views: tuple[Node, ...], transposed: bool) -> Node:
+    """Codes or scales in the shape and dtype in which the quantiser gave them; layouts of their own are left.
+
+    A quantiser in plain aten may keep a last dimension of 1 that the operator does not return, or lack it;
+    vLLM keeps e4m3 scales as int32 words or bytes, and may hold on to the transpose of column-major ones.
+    """
+    aten = torch.ops.aten
+    if value(new).dtype is not value(old).dtype:
+        new = _then(graph, aten.view.dtype, new, value(old).dtype)
     if views and not same_shape(value(new), value(old)):
-        return replay(graph, new, views)
+        new = replay(graph, new, views)
+    if transposed:
+        return _then(graph, aten.permute.default, new, [1, 0])
+    longer = value(new).dim() - value(old).dim()
+    if longer in (1, -1):
+        new = _then(graph, aten.squeeze.dim if longer == 1 else aten.unsqueeze.default, new, -1)
+    return new
+
+
+def _then(graph: Graph, target: torch._ops.OpOverload, node: Node, argument: object) -> Node:
+    new = graph.call_function(target, (node, argument))
+    with value(node).fake_mode:
+        new.meta["val"] = target(value(node), argument)
     return new
 
 

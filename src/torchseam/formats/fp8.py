@@ -16,6 +16,8 @@ from . import layout
 #: Largest finite float8_e4m3fn (OCP 8-bit Floating Point Specification, table 1: S.1111.110).
 E4M3_MAX = 448.0
 RULES = ("divide", "reciprocal", "multiply")
+SCALE_RULES = ("divide", "reciprocal")
+SCALE_ROUNDINGS = ("none", "activation")
 GROUP_SIZES = (64, 128)
 
 _ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -49,16 +51,19 @@ def quantize_static(y: Tensor, scale: Tensor, rule: str = "divide") -> Tensor:
     return to_e4m3(_quotient(values, one_float32("scale", scale, y), rule))
 
 
-def quantize_token(y: Tensor, floor: float, rule: str = "divide") -> tuple[Tensor, Tensor]:
+def quantize_token(
+    y: Tensor, floor: float, rule: str = "divide", scale_rule: str = "divide", scale_rounding: str = "none"
+) -> tuple[Tensor, Tensor]:
     """Codes [..., H] float8_e4m3fn and scales [..., 1] fp32 of y [..., H], both contiguous.
 
     scale = max(amax(|y|) / 448, floor) of each row, in fp32; a zero row gets the floor (floor 0
-    makes its codes NaN, 0/0). NaN in a row gives that row a NaN scale. `rule` is `divide` or
-    `reciprocal`; ValueError for another.
+    makes its codes NaN, 0/0). NaN in a row gives that row a NaN scale. With `scale_rule`
+    `reciprocal` it is amax(|y|) * fp32(1/448); with `scale_rounding` `activation` that is rounded to
+    y's dtype before the floor. `rule` is `divide` or `reciprocal`; ValueError for another name.
     """
     layout.require_choice("rule of quantize_token", rule, RULES[:2])
     values = activations_as_float32(y)
-    scales = _scale_of(values, floor)
+    scales = _scale_of(values, floor, scale_rule, _rounded_to(scale_rounding, y))
     return to_e4m3(_quotient(values, scales, rule)), scales
 
 
@@ -69,6 +74,8 @@ def quantize_group(
     scale_dtype: str = "float32",
     scale_layout: str = "row_major",
     rule: str = "divide",
+    scale_rule: str = "divide",
+    scale_rounding: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of y [..., H] with one scale per `group_size` (64, 128) neighbours along H.
 
@@ -83,7 +90,7 @@ def quantize_group(
     layout.require_choice("scale_layout", scale_layout, layout.GROUP_SCALE_LAYOUTS)
     groups = _group_count(y, group_size)
     values = activations_as_float32(y).unflatten(-1, (groups, group_size))
-    scales = _scale_of(values, floor)
+    scales = _scale_of(values, floor, scale_rule, _rounded_to(scale_rounding, y))
     if scale_dtype != "float32":
         scales = ceil_to_power_of_two(scales)
     codes = to_e4m3(_quotient(values, scales, rule)).flatten(-2)
@@ -161,12 +168,22 @@ def one_float32(what: str, scale: Tensor, y: Tensor) -> Tensor:
     return scale.reshape(())
 
 
-def _scale_of(values: Tensor, floor: float) -> Tensor:
+def _scale_of(values: Tensor, floor: float, scale_rule: str, rounded_to: torch.dtype) -> Tensor:
     """max(amax(|values|) / 448, floor) over the last dim, kept as size 1."""
+    layout.require_choice("scale_rule", scale_rule, SCALE_RULES)
     amax = values.abs().amax(dim=-1, keepdim=True)
-    # A tensor on the device, not the number 448: CUDA divides by a number by multiplying with its
-    # reciprocal, which is 1 ulp off the recipe's quotient for half of all amax.
-    return (amax / amax.new_full((), E4M3_MAX)).clamp(min=floor)
+    if scale_rule == "divide":
+        # A tensor on the device, not the number 448: CUDA divides by a number by multiplying with its
+        # reciprocal, which is 1 ulp off the recipe's quotient for half of all amax.
+        scale = amax / amax.new_full((), E4M3_MAX)
+    else:
+        scale = amax * (1.0 / E4M3_MAX)
+    return scale.to(rounded_to).to(torch.float32).clamp(min=floor)
+
+
+def _rounded_to(scale_rounding: str, y: Tensor) -> torch.dtype:
+    layout.require_choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
+    return y.dtype if scale_rounding == "activation" else torch.float32
 
 
 def _quotient(values: Tensor, scale: Tensor, rule: str) -> Tensor:

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torchseam.compiler.dialects.views import aten, last_dim, value
+from torchseam.compiler.dialects.views import aten, convert, is_call, last_dim, value
 from torchseam.seam import Norm, WeightMode
-
-_convert = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,6 @@ def is_rsqrt(node: Node) -> bool:
     return node.target is aten.rsqrt.default or bool(node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5)
 
 
-def _is_call(node: Any, *targets: Any) -> bool:
-    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
-
-
 def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
@@ -63,26 +57,26 @@ def _other(node: Node, known: Node) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two nodes are one value: the same node, or the same cast written twice (`x.float()`)."""
-    return a is b or (_is_call(a, _convert) and _is_call(b, _convert) and a.args == b.args)
+    return a is b or (is_call(a, convert) and is_call(b, convert) and a.args == b.args)
 
 
 def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
     """The RMSNorm around a reciprocal square root; None when it is no mean of squares at all."""
     with_eps = rsqrt.args[0]
-    if not _is_call(with_eps, aten.add.Tensor, aten.add.Scalar) or with_eps.kwargs:
+    if not is_call(with_eps, aten.add.Tensor, aten.add.Scalar) or with_eps.kwargs:
         return None
     mean, eps = with_eps.args[:2]
-    if _is_call(eps, aten.mean.dim):
+    if is_call(eps, aten.mean.dim):
         mean, eps = eps, mean
     spread: list[Node] = []
-    if _is_call(mean, aten.unsqueeze.default):
+    if is_call(mean, aten.unsqueeze.default):
         spread.append(mean)
         mean = mean.args[0]
-    if not _is_call(mean, aten.mean.dim):
+    if not is_call(mean, aten.mean.dim):
         return None
     squares = mean.args[0]
-    power = _is_call(squares, aten.pow.Tensor_Scalar) and squares.args[1] == 2
-    product = _is_call(squares, aten.mul.Tensor) and _same(squares.args[0], squares.args[1])
+    power = is_call(squares, aten.pow.Tensor_Scalar) and squares.args[1] == 2
+    product = is_call(squares, aten.mul.Tensor) and _same(squares.args[0], squares.args[1])
     if not power and not product:
         return None
     wide = squares.args[0]
@@ -98,12 +92,12 @@ def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
         return NormMiss(rsqrt, "epsilon is an input of the graph, not a number (torchseam.compile keeps it one)")
     if val.dtype is not torch.float32:
         return NormMiss(rsqrt, f"the mean of squares is taken in {val.dtype}, not in float32")
-    scaled = next((u for u in rsqrt.users if _is_call(u, aten.mul.Tensor) and _same(_other(u, rsqrt), wide)), None)
+    scaled = next((u for u in rsqrt.users if is_call(u, aten.mul.Tensor) and _same(_other(u, rsqrt), wide)), None)
     if scaled is None:
         if any(last_dim(u) != last_dim(wide) or _slices(wide) for u in rsqrt.users):
             return NormMiss(rsqrt, "the values that are scaled are not those that were squared", partial_row=True)
         return NormMiss(rsqrt, "the root does not multiply the values that were squared")
-    narrow = wide.args[0] if _is_call(wide, _convert) else wide
+    narrow = wide.args[0] if is_call(wide, convert) else wide
     upper = (squares, mean, *spread, with_eps, rsqrt, scaled)
     if narrow is not wide:
         upper = tuple(dict.fromkeys((wide, _other(scaled, rsqrt), *upper)))
@@ -111,7 +105,7 @@ def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
 
 
 def _slices(wide: Node) -> bool:
-    return any(_is_call(n, aten.slice.Tensor) for n in (wide, *wide.all_input_nodes))
+    return any(is_call(n, aten.slice.Tensor) for n in (wide, *wide.all_input_nodes))
 
 
 def _is_row(node: Any, hidden: Any) -> bool:
@@ -134,12 +128,12 @@ def _match_weight(rsqrt: Node, narrow: Node, scaled: Node, eps: float, upper: tu
     dtype = val.dtype
     same = dtype is torch.float32
     user = _only_user(scaled)
-    if user is not None and _is_call(user, aten.mul.Tensor) and _is_row(_other(user, scaled), hidden):
+    if user is not None and is_call(user, aten.mul.Tensor) and _is_row(_other(user, scaled), hidden):
         weight = _other(user, scaled)
         last = user
         if not same:
             cast = _only_user(user)
-            if cast is None or not _is_call(cast, _convert) or cast.args[1] is not dtype:
+            if cast is None or not is_call(cast, convert) or cast.args[1] is not dtype:
                 return NormMiss(rsqrt, f"the weighted norm is not cast back to {dtype}")
             last = cast
         raw, offset, inner = _unwrap_weight(weight)
@@ -147,7 +141,7 @@ def _match_weight(rsqrt: Node, narrow: Node, scaled: Node, eps: float, upper: tu
         return NormMatch(Norm(eps, "before_cast", offset), narrow, raw, last, nodes)
     if same:
         return NormMatch(Norm(eps, "none"), narrow, None, scaled, upper)
-    if user is None or not _is_call(user, _convert) or user.args[1] is not dtype:
+    if user is None or not is_call(user, convert) or user.args[1] is not dtype:
         return NormMiss(rsqrt, f"the norm is neither weighted nor cast back to {dtype}")
     cast = user
     weighted = _weighted_after_cast(cast, hidden)
@@ -162,9 +156,9 @@ def _weighted_after_cast(cast: Node, hidden: Any) -> tuple[Node, tuple[Node, ...
     """(weight, nodes between, product) of `weight * round(n)`; None when the norm has no weight."""
     between: tuple[Node, ...] = ()
     n, user = cast, _only_user(cast)
-    if user is not None and _is_call(user, _convert):  # promoted to the dtype of a wider weight
+    if user is not None and is_call(user, convert):  # promoted to the dtype of a wider weight
         between, n, user = (user,), user, _only_user(user)
-    if user is None or not _is_call(user, aten.mul.Tensor):
+    if user is None or not is_call(user, aten.mul.Tensor):
         return None
     weight = _other(user, n)
     if not _is_row(weight, hidden):
@@ -177,11 +171,11 @@ def _unwrap_weight(weight: Node) -> tuple[Node, int, tuple[Node, ...]]:
     nodes: list[Node] = []
     offset = 0
     node = weight
-    if _is_call(node, aten.add.Tensor, aten.add.Scalar) and 1 in node.args[:2] and not node.kwargs:
+    if is_call(node, aten.add.Tensor, aten.add.Scalar) and 1 in node.args[:2] and not node.kwargs:
         nodes.append(node)
         node = next(a for a in node.args[:2] if isinstance(a, Node))
         offset = 1
-    if _is_call(node, _convert) and value(node).dtype is torch.float32:
+    if is_call(node, convert) and value(node).dtype is torch.float32:
         inner = node.args[0]
         if value(inner).dtype in (torch.bfloat16, torch.float16):
             nodes.append(node)

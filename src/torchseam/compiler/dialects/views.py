@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 
 _RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
@@ -17,6 +18,11 @@ def value(node: Node) -> torch.Tensor | None:
     """The fake tensor that stands for a node's result, None where there is none."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether a node calls one of these operators."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
 def last_dim(node: Node) -> Any:
