@@ -185,6 +185,13 @@ def test_encode_factor_is_the_rounded_quotient(dtype):
         assert float(encode_factor(given)) == float(oracle.round_to(448.0 * 6.0 / given.double(), torch.float32))
 
 
+@pytest.mark.parametrize(("rows", "columns", "native"), [(64, 64, True), (24, 64, False), (64, 72, False)])
+def test_scaled_mm_is_chosen_for_shapes_that_it_takes(rows, columns, native, monkeypatch):
+    monkeypatch.setattr("torchseam.nn.scaled_mm_available", lambda device: True)
+    layer = QuantLinear(torch.randn(rows, columns).bfloat16(), None, Quant("fp8_token"))
+    assert (layer.gemm == "torch._scaled_mm") is native
+
+
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float32), ids=str)
 def test_encode_factor_of_an_all_zero_tensor_is_one(dtype):
     assert float(encode_factor(torch.zeros((), dtype=dtype))) == 1.0

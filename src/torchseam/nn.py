@@ -13,6 +13,8 @@ from torchseam.seam import Quant
 
 #: torch._scaled_mm multiplies e4m3 matrices from Ada on (compute capability 8.9).
 _SCALED_MM_CAPABILITY = (8, 9)
+#: What torch._scaled_mm wants both sizes of the weight to be a multiple of.
+SCALED_MM_MULTIPLE = 16
 
 
 def scaled_mm_available(device: torch.device) -> bool:
@@ -94,7 +96,8 @@ class QuantLinear(torch.nn.Module):
         recipe = _weight_recipe(quant)
         factor = encode_factor(weight.float().abs().amax()) if recipe.takes_scale else None
         results = ops.quantize(weight.contiguous(), recipe, factor)
-        if recipe.scheme == "fp8_token" and scaled_mm_available(weight.device):
+        multiples = self.in_features % SCALED_MM_MULTIPLE == 0 and self.out_features % SCALED_MM_MULTIPLE == 0
+        if recipe.scheme == "fp8_token" and multiples and scaled_mm_available(weight.device):
             self.gemm = "torch._scaled_mm"
             self.register_buffer("weight_codes", results[0])
             self.register_buffer("weight_scales", results[1].t().contiguous())

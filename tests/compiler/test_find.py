@@ -266,6 +266,44 @@ def test_two_norms_read_one_sum():
     assert got.after[0].count("_c10d_functional") == 0
 
 
+def test_collectives_keep_their_order():
+    """The operator stands where the norm was; past another collective it would swap the two sums of one rank."""
+
+    def block(x, y):
+        a, b = reduce(x * 2), reduce(y * 3)
+        return norm(a), b
+
+    got = check(block, rows(3, HIDDEN), rows(3, HIDDEN, seed=1), kinds=[])
+    assert ("all_reduce", Reason.COLLECTIVE_BETWEEN) in refusals(got)
+
+    def in_order(x, y):
+        n = norm(reduce(x * 2))
+        return n, reduce(y * 3)
+
+    check(in_order, rows(3, HIDDEN), rows(3, HIDDEN, seed=1), kinds=["all_reduce + rms_norm"])
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda h: torch.rsqrt(torch.mean(h.float().pow(2), dim=None, keepdim=True) + EPS),
+        lambda h: torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + -1e-6),
+        lambda h: torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True, dtype=torch.float64) + EPS).float(),
+    ],
+    ids=["mean of everything", "negative epsilon", "mean in float64"],
+)
+def test_what_only_looks_like_a_norm_compiles_and_keeps_its_values(spelling):
+    def block(x):
+        h = reduce(x * 2)
+        return (h.float() * spelling(h)).to(h.dtype)
+
+    check(block, rows(3, HIDDEN), kinds=[])
+
+
+def test_a_root_of_a_scalar_compiles():
+    check(lambda x: torch.rsqrt(x.float().sum().pow(2).mean(0) + EPS), rows(3, HIDDEN), kinds=[])
+
+
 def test_only_the_last_of_two_all_reduces_is_absorbed():
     other = dist.new_group([0])
 

@@ -140,6 +140,28 @@ def scale_of_norm(x: Tensor, weight: Tensor) -> Tensor:
     return ops.quantize(y, FP8, y.float().abs().amax() / 448)[0]
 
 
+def crossed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = total(x), total(x * 3)
+    return norm(first, weight), second
+
+
+def moved_to(device: str) -> Callable[[Graph], None]:
+    """Every tensor of the graph, fake as they are, on another device."""
+
+    def move(graph: Graph) -> None:
+        for node in graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor):
+                with val.fake_mode:
+                    node.meta["val"] = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
+
+    return move
+
+
+def scales_by_reciprocal(chain: Chain, inputs: list[Node]) -> Chain:
+    return _with_quant(chain, quant=Quant("fp8_token", scale_rule="reciprocal"), scale=None)
+
+
 FULL = (rows(), row(torch.float32), SCALE)
 #: By guard and condition, as plan.py has them.
 SCENARIOS: dict[str, Scenario] = {
@@ -150,6 +172,13 @@ SCENARIOS: dict[str, Scenario] = {
     "_guard_reduce: reduce.op not in _SUM": Scenario(sum_of("avg"), FULL[:2]),
     "_guard_reduce: set(reduce.start.users) != {reduce.node}": Scenario(
         sum_of("sum"), FULL[:2], graph=read_early, runs=False
+    ),
+    "_guard_reduce: ancestry.collective_between(reduce.start, chain.norm.output)": Scenario(crossed, FULL[:2]),
+    "_guard_norm: val is not None and val.device.type not in _DEVICES": Scenario(
+        sum_of("sum"), FULL[:2], graph=moved_to("meta"), runs=False
+    ),
+    "_guard_quant: on_gpu and (quant.scale_rule, quant.scale_rounding) != ('divide', 'none')": Scenario(
+        quantised, FULL, graph=moved_to("cuda"), chain=scales_by_reciprocal, runs=False
     ),
     "_guard_norm: val is None or val.dtype not in _FLOATS": Scenario(
         sum_of("sum"), (rows(torch.float64), row(torch.float32))

@@ -157,6 +157,34 @@ def test_a_users_own_pass_stays(own_cache):
     assert torchseam.report(compiled).fused == torchseam.report(both).fused == 1
 
 
+def test_the_named_backend_takes_options_and_modes(own_cache):
+    torchseam.reset()
+    given = Counting()
+    compiled = torch.compile(block(), backend="torchseam", options={"post_grad_custom_post_pass": given})
+    compiled(*inputs())
+    assert given.calls == 1 and torchseam.report(compiled).fused == 1
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "torch._inductor.compile_fx.compile_fx", lambda gm, inputs, config_patches: seen.update(config_patches)
+        )
+        inductor.torchseam_backend(torch.fx.symbolic_trace(torch.nn.Identity()), [], mode="max-autotune")
+    assert seen["max_autotune"] is True
+    with pytest.raises(ValueError, match="was not compiled by torchseam"):
+        torchseam.report(torch.nn.Linear(2, 2))
+    torchseam.reset()
+
+
+def test_autocast_has_a_record_of_its_own():
+    gm = torch.fx.symbolic_trace(torch.nn.Identity())
+    plain = inductor._fingerprint(gm, [], "id")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert inductor._fingerprint(gm, [], "id") != plain
+    with torch.enable_grad():
+        assert inductor._fingerprint(gm, [], "id") != plain
+    assert inductor._fingerprint(gm, [], "id") == plain
+
+
 def test_inductors_config_is_left_as_it_was(own_cache):
     before = inductor_config.get_config_copy()
     torchseam.compile(block(), config=EXACT)(*inputs())

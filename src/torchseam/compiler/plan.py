@@ -6,6 +6,7 @@ a quantiser is left as its own op, a collective as its own sum.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torchseam.backends import select
-from torchseam.compiler.dialects.collectives import AllReduce
+from torchseam.compiler.dialects.collectives import AllReduce, starts_collective
 from torchseam.compiler.dialects.norms import NormMatch
 from torchseam.compiler.dialects.views import last_dim, strip, value
 from torchseam.compiler.find import Chain, Findings, FoundQuant
@@ -22,6 +23,8 @@ from torchseam.compiler.report import Reason, Refusal, source_line
 from torchseam.config import SeamConfig
 
 _SUM = ("sum",)
+#: Where `torchseam::seam` has an implementation.
+_DEVICES = ("cpu", "cuda")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -89,6 +92,7 @@ class _Ancestry:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.planned: dict[Node, list[Node]] = {}
         self.late: list[tuple[int, int]] = []
+        self.collectives = [i for node, i in self.order.items() if starts_collective(node)]
 
     def add(self, chain: Chain) -> None:
         """Count a chain as rewritten."""
@@ -100,6 +104,11 @@ class _Ancestry:
             apart = [(a, b) for a, b in self.late if b < first or last < a]
             joined = [span for span in self.late if span not in apart]
             self.late = [*apart, (min([first, *(a for a, _ in joined)]), max([last, *(b for _, b in joined)]))]
+
+    def collective_between(self, first: Node, last: Node) -> bool:
+        """Whether a collective starts after `first` and before `last`."""
+        at = bisect.bisect_right(self.collectives, self.order[first])
+        return at < len(self.collectives) and self.collectives[at] < self.order[last]
 
     def depends(self, node: Node, on: set[Node]) -> bool:
         """Looks no further up than the first of `on`, or the chains through which something above depends on it."""
@@ -131,7 +140,7 @@ def _guard_group(reduce: AllReduce) -> tuple[Reason, str] | None:
     return None
 
 
-def _guard_reduce(chain: Chain, config: SeamConfig) -> tuple[Reason, str] | None:
+def _guard_reduce(chain: Chain, config: SeamConfig, ancestry: _Ancestry) -> tuple[Reason, str] | None:
     reduce = chain.reduce
     assert reduce is not None
     if not config.fuse_all_reduce:
@@ -140,11 +149,16 @@ def _guard_reduce(chain: Chain, config: SeamConfig) -> tuple[Reason, str] | None
         return Reason.ALL_REDUCE_NOT_SUM, f"its op is {reduce.op!r}"
     if set(reduce.start.users) != {reduce.node}:
         return Reason.ALL_REDUCE_READ_EARLY, f"{len(reduce.start.users)} nodes read it"
+    if ancestry.collective_between(reduce.start, chain.norm.output):
+        # The operator stands where the norm was: it would change the order of the two collectives.
+        return Reason.COLLECTIVE_BETWEEN, f"between {reduce.start.name} and {chain.norm.output.name}"
     return _guard_group(reduce)
 
 
 def _guard_norm(norm: NormMatch) -> tuple[Reason, str] | None:
     val = value(norm.input)
+    if val is not None and val.device.type not in _DEVICES:
+        return Reason.DEVICE, f"the norm is on {val.device}"
     if val is None or val.dtype not in _FLOATS:
         return Reason.DTYPE, f"the norm reads {None if val is None else val.dtype}"
     if not isinstance(val.shape[-1], int):
@@ -186,6 +200,10 @@ def _guard_quant(found: FoundQuant, chain: Chain, config: SeamConfig) -> tuple[R
     hidden = last_dim(chain.norm.input)
     if hidden % quant.multiple_of:
         return Reason.HIDDEN_SIZE, f"{hidden} is not a multiple of {quant.multiple_of}"
+    on_gpu = value(chain.norm.input).device.type == "cuda"
+    if on_gpu and (quant.scale_rule, quant.scale_rounding) != ("divide", "none"):
+        # The reference would run in the kernel's place: slower than what Inductor makes of the quantiser.
+        return Reason.QUANT_SPELLING, "the GPU kernel makes scales by an fp32 division only"
     scale = found.match.scale
     if scale is not None:
         val = value(scale)
@@ -270,7 +288,7 @@ def decide(chain: Chain, config: SeamConfig, ancestry: _Ancestry, refusals: list
             if chain.reduce is not None or chain.quants:
                 refusals.append(_refuse("norm", *problem, norm.output))
             return []
-    if chain.reduce is not None and (problem := _guard_reduce(chain, config)) is not None:
+    if chain.reduce is not None and (problem := _guard_reduce(chain, config, ancestry)) is not None:
         refusals.append(_refuse("all_reduce", *problem, chain.reduce.node))
         chain = _without_reduce(chain)
     problem = _guard_activations(chain) or _guard_inputs(chain, ancestry)

@@ -22,6 +22,7 @@ class Reason(str, enum.Enum):
 
     ALL_REDUCE_NOT_SUM = "the all_reduce is not a sum"
     ALL_REDUCE_READ_EARLY = "something reads the all_reduce before it has finished"
+    COLLECTIVE_BETWEEN = "another collective starts before the seam ends"
     NO_NORM = "no RMSNorm follows the all_reduce"
     NORM_SPELLING = "the norm is spelled in a way that is not understood"
     QUANT_SPELLING = "the quantiser is spelled in a way that is not understood"
@@ -32,12 +33,14 @@ class Reason(str, enum.Enum):
     DEPENDENCE = "an input is computed from the seam's own values"
     DISABLED = "the configuration switches it off"
     UNKNOWN_GROUP = "the process group is not known in this process"
+    DEVICE = "the operator does not run on this device"
 
 
 #: What would make a refused part fuse.
 REMEDIES: dict[Reason, str] = {
     Reason.ALL_REDUCE_NOT_SUM: "use ReduceOp.SUM",
     Reason.ALL_REDUCE_READ_EARLY: "read the result after the wait only",
+    Reason.COLLECTIVE_BETWEEN: "start the other collective before this all_reduce, or after the norm",
     Reason.NO_NORM: "nothing to do, unless an RMSNorm was meant to follow",
     Reason.NORM_SPELLING: "use torch.nn.RMSNorm, or open an issue with this spelling",
     Reason.QUANT_SPELLING: "use torchseam.ops.quantize, or one of the recipes in docs/design.md",
@@ -47,6 +50,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.HIDDEN_SIZE: "choose a scheme whose group divides the hidden size",
     Reason.DEPENDENCE: "compute the scale, weight or residual before the seam",
     Reason.DISABLED: "change SeamConfig",
+    Reason.DEVICE: "run on a CPU or a CUDA GPU",
     Reason.UNKNOWN_GROUP: "compile after torch.distributed.init_process_group",
 }
 

@@ -26,20 +26,29 @@ from torchseam.nn import QuantLinear
 
 log = logging.getLogger("torchseam")
 
+_POST_PASS, _JOINT_PASS = "post_grad_custom_post_pass", "joint_custom_pre_pass"
 
-def _options_for(fusion_pass: FusionPass) -> dict[str, Any]:
-    options: dict[str, Any] = {"post_grad_custom_post_pass": fusion_pass}
+
+def _new_pass(config: SeamConfig | None, options: dict[str, Any], report: FusionReport | None = None) -> FusionPass:
+    """A pass that runs after the user's own: that in `options`, or else that set in Inductor's config."""
+    config = config or SeamConfig()
+    select.resolve(config.backend)
+    also = options.get(_POST_PASS, getattr(inductor_config, _POST_PASS))
+    fusion_pass = FusionPass(config, also=also)
+    if report is not None:
+        fusion_pass.report = report
+    return fusion_pass
+
+
+def _options_for(fusion_pass: FusionPass, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The user's options with torchseam's pass in them."""
+    options: dict[str, Any] = {**(given or {}), _POST_PASS: fusion_pass}
     if casts.needed():
-        options["joint_custom_pre_pass"] = casts.KeepCasts(also=inductor_config.joint_custom_pre_pass)
+        also = options.get(_JOINT_PASS, getattr(inductor_config, _JOINT_PASS))
+        options[_JOINT_PASS] = casts.KeepCasts(also=also)
     if fusion_pass.config.exact:
         options["emulate_precision_casts"] = True
     return options
-
-
-def _new_pass(config: SeamConfig | None) -> FusionPass:
-    config = config or SeamConfig()
-    select.resolve(config.backend)
-    return FusionPass(config, also=inductor_config.post_grad_custom_post_pass)
 
 
 def inductor_options(config: SeamConfig | None = None) -> dict[str, Any]:
@@ -49,7 +58,7 @@ def inductor_options(config: SeamConfig | None = None) -> dict[str, Any]:
     takes the returned dict. A graph that Inductor takes from its cache is not reported this way
     (`torchseam.compile` keeps a record for that).
     """
-    return _options_for(_new_pass(config))
+    return _options_for(_new_pass(config, {}))
 
 
 class _Records:
@@ -79,11 +88,18 @@ class _Records:
 
 
 def _fingerprint(gm: torch.fx.GraphModule, inputs: Sequence[Any], identity: Any) -> str:
-    """Names a captured graph: its code, its inputs' shapes, and what identifies the pass."""
+    """Names a captured graph: its code, its inputs, what identifies the pass, and the modes that AOT compiles for."""
+    modes = [
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((d, torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in ("cpu", "cuda")),
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0,
+        [(str(getattr(i, "placements", "")), str(getattr(i, "device_mesh", ""))) for i in inputs],
+    ]
     shapes = [
         (str(i.dtype), str(tuple(i.shape)), str(i.stride())) if isinstance(i, torch.Tensor) else str(i) for i in inputs
     ]
-    return hashlib.sha256(repr((gm.code, shapes, identity)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((gm.code, shapes, modes, identity)).encode()).hexdigest()[:32]
 
 
 def _constant_epsilons() -> Any:
@@ -100,7 +116,7 @@ class _Backend:
     def __init__(self, fusion_pass: FusionPass, options: dict[str, Any] | None = None) -> None:
         self.backend_ctx_ctor = _constant_epsilons  # Dynamo looks for it among the instance's attributes
         self.fusion_pass = fusion_pass
-        self.options = {**(options or {}), **_options_for(fusion_pass)}
+        self.options = _options_for(fusion_pass, options)
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -127,8 +143,8 @@ class _Backend:
 _passes: weakref.WeakKeyDictionary[Any, FusionPass] = weakref.WeakKeyDictionary()
 
 #: The report of every model compiled with `backend="torchseam"`: torch hands that backend graphs,
-#: not models, so they share one.
-_named_backend_pass: FusionPass | None = None
+#: not models, so they share one. None until that backend has compiled something.
+_named_backend_report: FusionReport | None = None
 
 
 def compile(
@@ -153,9 +169,7 @@ def compile(
         ValueError: the configured backend cannot work here.
     """
     options = dict(options or {})
-    fusion_pass = _new_pass(config)
-    if (extra := options.pop("post_grad_custom_post_pass", None)) is not None:
-        fusion_pass = FusionPass(fusion_pass.config, also=extra)
+    fusion_pass = _new_pass(config, options)
     # torch.compile would wrap the backend and hide `backend_ctx_ctor` from Dynamo.
     optimize = torch._dynamo.optimize(_Backend(fusion_pass, options), nopython=fullgraph, dynamic=dynamic)
     compiled: Callable[..., Any] = optimize(model)
@@ -163,12 +177,26 @@ def compile(
     return compiled
 
 
-def torchseam_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """`torch.compile(model, backend="torchseam")`. Settings come from the environment (see `SeamConfig`)."""
-    global _named_backend_pass
-    if _named_backend_pass is None:
-        _named_backend_pass = _new_pass(None)
-    return _Backend(_named_backend_pass, kwargs.get("options"))(gm, inputs)
+def torchseam_backend(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="torchseam")`. Settings come from the environment (see `SeamConfig`).
+
+    `mode` and `options` are those of torch.compile.
+    """
+    global _named_backend_report
+    if _named_backend_report is None:
+        _named_backend_report = FusionReport()
+    merged = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
+    return _Backend(_new_pass(None, merged, _named_backend_report), merged)(gm, inputs)
+
+
+def _made_by_torch_compile(compiled: Any) -> bool:
+    return isinstance(compiled, torch._dynamo.OptimizedModule) or hasattr(compiled, "_torchdynamo_orig_callable")
 
 
 def report(compiled: Any) -> FusionReport:
@@ -178,28 +206,24 @@ def report(compiled: Any) -> FusionReport:
     `backend="torchseam"` (these share one report). A model compiles when it first runs: before that
     the report is empty. Raises ValueError for anything else.
     """
-    if isinstance(compiled, dict) and isinstance(compiled.get("post_grad_custom_post_pass"), FusionPass):
-        return compiled["post_grad_custom_post_pass"].report
-    try:
-        fusion_pass = _passes.get(compiled, _named_backend_pass)
-    except TypeError:
-        fusion_pass = None
-    if fusion_pass is None:
+    if isinstance(compiled, dict) and isinstance(compiled.get(_POST_PASS), FusionPass):
+        return compiled[_POST_PASS].report
+    found: FusionReport | None = None
+    if _made_by_torch_compile(compiled):
+        found = _passes[compiled].report if compiled in _passes else _named_backend_report
+    if found is None:
         raise ValueError(
             f"{type(compiled).__name__} was not compiled by torchseam; give what torchseam.compile or "
             "torchseam.inductor_options returned"
         )
-    result = fusion_pass.report
-    if isinstance(compiled, torch.nn.Module):
-        gemms: dict[str, int] = {}
-        for module in compiled.modules():
-            if isinstance(module, QuantLinear):
-                gemms[module.gemm] = gemms.get(module.gemm, 0) + 1
-        result.gemms = gemms
-    return result
+    gemms: dict[str, int] = {}
+    for module in compiled.modules() if isinstance(compiled, torch.nn.Module) else ():
+        if isinstance(module, QuantLinear):
+            gemms[module.gemm] = gemms.get(module.gemm, 0) + 1
+    return dataclasses.replace(found, gemms=gemms)
 
 
 def reset() -> None:
     """Forget the shared report of `backend="torchseam"`. For tests and long-lived processes."""
-    global _named_backend_pass
-    _named_backend_pass = None
+    global _named_backend_report
+    _named_backend_report = None

@@ -40,6 +40,14 @@ def match_all_reduce(node: Node) -> AllReduce | None:
     return AllReduce(node, start, source, op.lower(), group)
 
 
+def starts_collective(node: Node) -> bool:
+    """Whether a node issues a collective: every rank must issue these in one order."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace in ("_c10d_functional", "c10d", "c10d_functional") and "wait" not in target.name()
+
+
 def all_reduces(graph: Graph) -> list[AllReduce]:
     """Every all_reduce of a graph, in order."""
     found = (match_all_reduce(node) for node in graph.nodes)

@@ -83,6 +83,10 @@ def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
     val = value(wide)
     if val is None:
         return None
+    if not val.dim() or not isinstance(mean.args[1], (list, tuple)):
+        return None
+    if mean.kwargs.get("dtype", torch.float32) is not torch.float32:
+        return NormMiss(rsqrt, f"the mean is taken in {mean.kwargs['dtype']}, not in float32")
     keeps = bool(spread) or (len(mean.args) > 2 and mean.args[2])
     if [d % val.dim() for d in mean.args[1]] != [val.dim() - 1]:
         return NormMiss(rsqrt, f"the mean is over dims {list(mean.args[1])} of {val.dim()}", partial_row=True)
@@ -90,6 +94,8 @@ def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
         return NormMiss(rsqrt, "the mean does not keep its dimension")
     if not isinstance(eps, (int, float)):
         return NormMiss(rsqrt, "epsilon is an input of the graph, not a number (torchseam.compile keeps it one)")
+    if not 0 <= eps < float("inf"):
+        return NormMiss(rsqrt, f"epsilon is {eps}")
     if val.dtype is not torch.float32:
         return NormMiss(rsqrt, f"the mean of squares is taken in {val.dtype}, not in float32")
     scaled = next((u for u in rsqrt.users if is_call(u, aten.mul.Tensor) and _same(_other(u, rsqrt), wide)), None)

@@ -1,8 +1,8 @@
 """vLLM's quantisers (`_C::...`), as they stand in its graphs: functional, or an out-variant that
 functionalisation wrapped (`auto_functionalized`, version 1 or 2).
 
-Operators are known by name, so vLLM need not be installed. What each computes is read from its CUDA source
-(csrc/quantization of vLLM 0.33): where it differs from our recipes is said at each reader.
+Operators are known by name, so vLLM need not be installed. What each computes is read from stored versions of its
+CUDA source (csrc/quantization), not run: where it differs from our recipes is said at each reader.
 """
 
 from __future__ import annotations
