@@ -17,6 +17,7 @@ from pretend_group import pretend_group
 from random_models import Model, ModelPlan
 from torchseam import SeamConfig
 from torchseam.compiler.fusion_pass import run_pass
+from torchseam.compiler.report import Reason
 from torchseam.seam import Seam
 
 GRAPHS = 500
@@ -118,8 +119,13 @@ def test_random_models_through_inductor_equal_eager_bit_for_bit(groups, inductor
             assert len(one) == len(other)
             for i, (a, b) in enumerate(zip(one, other, strict=True)):
                 assert same_bits(a, b), f"output {i} of {plan} differs"
-        sums = [f for g in torchseam.report(compiled).graphs for f in g.fused if f.seam.reduce is not None]
-        assert len(sums) == sum(parts["all_reduce"] for plan in plans for parts in random_models.expected(plan))
+        report = torchseam.report(compiled)
+        sums = [f for g in report.graphs for f in g.fused if f.seam.reduce is not None]
+        # Models side by side in one function: Inductor moves the all_reduce of one between another's and its norm,
+        # and such a seam leaves its sum where it is.
+        kept = [r for r in report.refusals if r.reason is Reason.COLLECTIVE_BETWEEN]
+        expected = sum(parts["all_reduce"] for plan in plans for parts in random_models.expected(plan))
+        assert sums and len(sums) + len(kept) == expected
         done.append(len(plans))
 
     check()

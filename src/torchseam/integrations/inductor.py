@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ from torchseam.config import SeamConfig
 from torchseam.nn import QuantLinear
 
 log = logging.getLogger("torchseam")
+
+#: How long a graph that came from Inductor's cache waits for the record of it: 2 seconds.
+_RECORD_POLLS, _RECORD_POLL_SECONDS = 20, 0.1
 
 _POST_PASS, _JOINT_PASS = "post_grad_custom_post_pass", "joint_custom_pre_pass"
 
@@ -69,6 +73,10 @@ class _Records:
 
     def load(self, key: str) -> list[GraphReport] | None:
         path = self.folder / f"{key}.json"
+        for _ in range(_RECORD_POLLS):  # another rank that compiled the graph may be about to write it
+            if path.exists():
+                break
+            time.sleep(_RECORD_POLL_SECONDS)
         try:
             return [dataclasses.replace(graph_from_dict(g), from_cache=True) for g in json.loads(path.read_text())]
         except FileNotFoundError:
@@ -93,7 +101,6 @@ def _fingerprint(gm: torch.fx.GraphModule, inputs: Sequence[Any], identity: Any)
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *((d, torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in ("cpu", "cuda")),
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0,
         [(str(getattr(i, "placements", "")), str(getattr(i, "device_mesh", ""))) for i in inputs],
     ]
     shapes = [
