@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import triton
-from torch import Tensor
 
 from torchseam import reference
 from torchseam.kernels import launch, local
+from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs
 from torchseam.seam import Norm, Quant, Seam
 
@@ -74,32 +74,29 @@ def seam_of(quant: Quant) -> Seam:
     return Seam(norm=Norm(1e-6), residual=True, quants=(quant,), outputs=("residual",))
 
 
-def argument_sets(quant: Quant, hidden: int, tokens: int) -> list[tuple[object, ...]]:
-    """Enough sets of arguments of `local.run` that a large one is not in the cache when its turn comes."""
+def operand_sets(quant: Quant, hidden: int, tokens: int) -> list[Operands]:
+    """Enough sets of operands that a large one is not in the cache when its turn comes."""
     sets = max(1, min(8, int(ROTATED_BYTES / (4 * hidden * tokens) + 1))) if hidden * tokens > 2**20 else 1
     weight = torch.rand(hidden, device="cuda").bfloat16()
     scale = torch.tensor([0.01], device="cuda")
     return [
-        (
-            seam_of(quant),
+        Operands(
             torch.randn(tokens, hidden, device="cuda").bfloat16(),
             torch.randn(tokens, hidden, device="cuda").bfloat16(),
-            None,
-            weight,
-            [scale] if quant.takes_scale else [],
+            weight=weight,
+            scales=(scale,) if quant.takes_scale else (),
         )
         for _ in range(sets)
     ]
 
 
-def bytes_moved(arguments: tuple[object, ...]) -> int:
-    seam, x, residual, _, weight, scales = arguments
-    tensors: list[Tensor] = [x, residual, weight, *scales, *empty_outputs(seam, x, weight)]  # type: ignore[arg-type,list-item,misc]
-    return sum(t.numel() * t.itemsize for t in tensors)
+def bytes_moved(seam: Seam, operands: Operands) -> int:
+    read = [operands.x, operands.residual, operands.weight, *operands.scales]
+    return sum(t.numel() * t.itemsize for t in [*read, *empty_outputs(seam, operands)] if t is not None)
 
 
-def bound(function: Callable[..., object], sets: list[tuple[object, ...]]) -> list[Callable[[], object]]:
-    return [lambda a=a: function(*a) for a in sets]  # type: ignore[misc]
+def bound(function: Callable[..., object], seam: Seam, sets: list[Operands]) -> list[Callable[[], object]]:
+    return [lambda a=a: function(seam, a) for a in sets]  # type: ignore[misc]
 
 
 def compare(hiddens: list[int], all_tokens: list[int], peers: bool) -> list[tuple[object, ...]]:
@@ -108,15 +105,23 @@ def compare(hiddens: list[int], all_tokens: list[int], peers: bool) -> list[tupl
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s", file=sys.stderr)
     rows: list[tuple[object, ...]] = []
     for quant, hidden, tokens in itertools.product(SCHEMES, hiddens, all_tokens):
-        sets = argument_sets(quant, hidden, tokens)
-        limit = bytes_moved(sets[0]) / bandwidth * 1e6
+        sets = operand_sets(quant, hidden, tokens)
+        seam = seam_of(quant)
+        limit = bytes_moved(seam, sets[0]) / bandwidth * 1e6
         implementations: list[tuple[str, Callable[..., object]]] = [("torchseam", local.run)]
         if peers:
             torch._dynamo.reset()
             inductor = torch.compile(reference.run, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
             implementations.append(("inductor", inductor))
         for name, function in implementations:
-            row = (quant.scheme, hidden, tokens, name, round(microseconds(bound(function, sets)), 2), round(limit, 2))
+            row = (
+                quant.scheme,
+                hidden,
+                tokens,
+                name,
+                round(microseconds(bound(function, seam, sets)), 2),
+                round(limit, 2),
+            )
             rows.append(row)
             print(*row, sep=",", flush=True)
     return rows
@@ -125,10 +130,10 @@ def compare(hiddens: list[int], all_tokens: list[int], peers: bool) -> list[tupl
 def launches(hiddens: list[int], all_tokens: list[int]) -> None:
     """The time of every launch choice, `*` at the one that `launch.choose` takes."""
     for quant, hidden, tokens in itertools.product(SCHEMES, hiddens, all_tokens):
-        sets = argument_sets(quant, hidden, tokens)
+        sets = operand_sets(quant, hidden, tokens)
         cells = []
         for choice in launch.CHOICES:
-            us = microseconds(bound(lambda *a, c=choice: local.run(*a, launch=c), sets))
+            us = microseconds(bound(lambda s, o, c=choice: local.run(s, o, launch=c), seam_of(quant), sets))
             cells.append(f"{choice.num_warps} warps {us:.2f}{'*' if choice == launch.choose(hidden) else ''}")
         print(quant.scheme, hidden, tokens, " | ".join(cells), flush=True)
 

@@ -28,6 +28,7 @@ FLOORS = (
     "reference",
     "config",
     "outputs",
+    "operands",
     "seam",
     "formats",
 )

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import cases
 from torchseam import ops, reference
 from torchseam import seam as vocabulary
+from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -170,10 +171,8 @@ def test_compiled_with_dynamic_shapes_it_gives_the_same_bits_and_compiles_once(c
 def test_the_operator_is_the_reference_on_the_cpu(stretch):
     seam = stretch.seam(quants=cases.QUANTS)
     given = arguments(stretch, seam, (5,))
-    scales = given["scales"]
     by_keyword = ops.seam(seam, given["x"], **{k: v for k, v in given.items() if k != "x"})
-    order = ("x", "residual", "inner_weight", "weight")
-    assert all_same(by_keyword, reference.run(seam, *(given[n] for n in order), scales))
+    assert all_same(by_keyword, reference.run(seam, Operands(**given)))
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)

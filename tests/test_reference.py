@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cases
 import oracle
 from torchseam import reference
+from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
 HIDDEN = (256, 640)  # both fit every group size; 640 is no power of two, so its mean rounds
@@ -52,8 +53,7 @@ def all_same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def run(seam: Seam, given: dict, **keywords) -> list[Tensor]:
-    order = ("x", "residual", "inner_weight", "weight", "scales")
-    return reference.run(seam, *(given[name] for name in order), **keywords)
+    return reference.run(seam, Operands(**given), **keywords)
 
 
 # ---- eager: the spellings of the models themselves ----------------------------------------------
@@ -320,7 +320,7 @@ def test_values_are_clamped_before_the_cast(quant):
 def test_minus_zero_stays_minus_zero():
     seam = Seam(Norm(1e-6, "none"), residual=True, outputs=("residual", "norm"))
     zeros = torch.full((2, 256), -0.0, dtype=BF16)
-    for value in reference.run(seam, zeros, zeros, None, None, []):
+    for value in reference.run(seam, Operands(zeros, zeros)):
         assert bool((value.view(torch.int16) == -32768).all())
 
 

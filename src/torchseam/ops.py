@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchseam import reference
 from torchseam.backends import local, select
+from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs, empty_quantized
 from torchseam.seam import Norm, Quant, Seam
 
@@ -66,14 +67,8 @@ def _check_quant(quant: Quant, scale: Tensor | None, hidden: int) -> None:
         )
 
 
-def _check_seam(
-    seam: Seam,
-    x: Tensor,
-    residual: Tensor | None,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    scales: Sequence[Tensor],
-) -> None:
+def _check_seam(seam: Seam, operands: Operands) -> None:
+    x, residual, scales = operands.x, operands.residual, operands.scales
     _check_activation("x", x)
     if (residual is not None) != seam.residual:
         raise ValueError(f"residual is {'missing' if seam.residual else 'given'}, but the seam is {seam.describe()!r}")
@@ -81,8 +76,8 @@ def _check_seam(
         raise ValueError(
             f"residual is {residual.dtype} {tuple(residual.shape)}; it must be as x: {x.dtype} {tuple(x.shape)}"
         )
-    _check_weight("inner_weight", inner_weight, seam.inner_norm, x.shape[-1])
-    _check_weight("weight", weight, seam.norm, x.shape[-1])
+    _check_weight("inner_weight", operands.inner_weight, seam.inner_norm, x.shape[-1])
+    _check_weight("weight", operands.weight, seam.norm, x.shape[-1])
     takers = [q for q in seam.quants if q.takes_scale]
     if len(scales) != len(takers):
         raise ValueError(f"{len(scales)} scales were given; the seam's quantisers take {len(takers)}")
@@ -103,8 +98,9 @@ def _seam_real(
     seam: str,
 ) -> list[Tensor]:
     parsed = Seam.from_json(seam)
-    _check_seam(parsed, x, residual, inner_weight, weight, scales)
-    return select.run(parsed, x, residual, inner_weight, weight, scales)
+    operands = Operands(x, residual, inner_weight, weight, tuple(scales))
+    _check_seam(parsed, operands)
+    return select.run(parsed, operands)
 
 
 def _seam_fake(
@@ -116,8 +112,9 @@ def _seam_fake(
     seam: str,
 ) -> list[Tensor]:
     parsed = Seam.from_json(seam)
-    _check_seam(parsed, x, residual, inner_weight, weight, scales)
-    return empty_outputs(parsed, x, weight)
+    operands = Operands(x, residual, inner_weight, weight, tuple(scales))
+    _check_seam(parsed, operands)
+    return empty_outputs(parsed, operands)
 
 
 def _quantize_real(y: Tensor, scale: Tensor | None, quant: str) -> list[Tensor]:

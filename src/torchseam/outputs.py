@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchseam.formats import layout
+from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Seam
 
 _E4M3 = torch.float8_e4m3fn
@@ -52,9 +53,14 @@ def norm_dtype(x: torch.dtype, weight: torch.dtype | None, norm: Norm) -> torch.
     return x
 
 
-def empty_outputs(seam: Seam, x: Tensor, weight: Tensor | None) -> list[Tensor]:
+def norm_dtype_of(seam: Seam, operands: Operands) -> torch.dtype:
+    """The dtype of the seam's norm."""
+    return norm_dtype(operands.x.dtype, None if operands.weight is None else operands.weight.dtype, seam.norm)
+
+
+def empty_outputs(seam: Seam, operands: Operands) -> list[Tensor]:
     """Uninitialised outputs of `torchseam::seam`, in its order."""
-    dtype = norm_dtype(x.dtype, None if weight is None else weight.dtype, seam.norm)
+    x, dtype = operands.x, norm_dtype_of(seam, operands)
     outputs = [x.new_empty(tuple(x.shape), dtype=dtype if name == "norm" else x.dtype) for name in seam.outputs]
     for quant in seam.quants:
         outputs += empty_quantized(x, quant)

@@ -6,12 +6,13 @@ CPU a fused graph gives the very bits of eager. Nothing is tuned; nothing here k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from torchseam.formats import fp8, nvfp4
+from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Seam
 
 #: aten splits a reduction to one single number between threads from this many elements on
@@ -97,33 +98,25 @@ def dequantize(codes: Tensor, scales: Tensor, quant: Quant, block_scales: Tensor
     return fp8.dequantize(codes, scales, quant.group_size or None)
 
 
-def run(
-    seam: Seam,
-    x: Tensor,
-    residual: Tensor | None,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    scales: Sequence[Tensor],
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
-) -> list[Tensor]:
+def run(seam: Seam, operands: Operands, all_reduce: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
     """What the operator `torchseam::seam` returns, for any seam.
 
-    x, residual: [..., H], one float dtype. `all_reduce` sums over the ranks (required when the seam
-    reduces). Returns the values of `seam.outputs`, then codes and scales of each quantiser.
+    `all_reduce` sums over the ranks (required when the seam reduces). Returns the values of `seam.outputs`,
+    then codes and scales of each quantiser.
     """
     values: dict[str, Tensor] = {}
-    h = x
+    h = operands.x
     if seam.reduce is not None:
         assert all_reduce is not None
-        h = values["reduced"] = all_reduce(x)
+        h = values["reduced"] = all_reduce(h)
     if seam.inner_norm is not None:
-        h = rms_norm(h, inner_weight, seam.inner_norm).to(x.dtype)
+        h = rms_norm(h, operands.inner_weight, seam.inner_norm).to(h.dtype)
     if seam.residual:
-        assert residual is not None
-        h = values["residual"] = (h.float() + residual.float()).to(x.dtype)
-    y = values["norm"] = rms_norm(h, weight, seam.norm)
+        assert operands.residual is not None
+        h = values["residual"] = (h.float() + operands.residual.float()).to(h.dtype)
+    y = values["norm"] = rms_norm(h, operands.weight, seam.norm)
     outputs = [values[name].contiguous() for name in seam.outputs]
-    given = iter(scales)
+    given = iter(operands.scales)
     for quant in seam.quants:
         outputs += quantize(y, quant, next(given) if quant.takes_scale else None)
     return outputs

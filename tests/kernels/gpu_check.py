@@ -1,10 +1,9 @@
-"""The kernels on a real GPU: every combination, every launch choice, and a handful of timings.
+"""The kernels on a real GPU: every combination and every launch choice.
 
-    PYTHONPATH=src python3 tests/kernels/gpu_check.py [--workers N] [--no-timing] [--only-timing]
+    PYTHONPATH=src python3 tests/kernels/gpu_check.py [--workers N]
 
-Needs torch, Triton and one CUDA GPU, not pytest. Prints what differs, a summary line, and timings as
-CSV rows; exits with 1 on any mismatch. Compilation is most of the work, so the table is split over
-processes that share the GPU.
+Needs torch, Triton and one CUDA GPU, not pytest. Prints what differs and a summary line; exits with 1
+on any mismatch. Compilation is most of the work, so the table is split over processes that share the GPU.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kernel_cases
@@ -29,6 +26,7 @@ from torch import Tensor
 from torchseam import ops, reference
 from torchseam.backends import local as backend
 from torchseam.kernels import casts, launch, local
+from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Seam
 
 #: Hidden sizes per group; the groups make `launch.choose` return every choice, and each block size
@@ -85,7 +83,7 @@ def choices_that_differ(case: Case, given: kernel_cases.Inputs) -> list[str]:
     def run(choice: launch.Launch) -> list[Tensor]:
         if case.seam is None:
             return local.quantize(on_gpu.x, case.quant, *(on_gpu.scales or [None]), launch=choice)
-        return local.run(kernel_cases.everything(case.seam), *on_gpu.arguments(), launch=choice)
+        return local.run(kernel_cases.everything(case.seam), on_gpu.operands(), launch=choice)
 
     first, *others = [run(choice) for choice in launch.CHOICES]
     return [
@@ -153,9 +151,9 @@ def check_offsets_beyond_32_bits() -> list[str]:
         Quant("nvfp4", scale_layout="linear"),
     ):
         seam = Seam(norm=Norm(1e-6), residual=True, quants=(quant,), outputs=("residual", "norm"))
-        scales = [torch.tensor([0.01], device="cuda")] if quant.takes_scale else []
-        whole = local.run(seam, x, x, None, weight, scales)
-        end = local.run(seam, x[-5:], x[-5:], None, weight, scales)
+        scales = (torch.tensor([0.01], device="cuda"),) if quant.takes_scale else ()
+        whole = local.run(seam, Operands(x, x, None, weight, scales))
+        end = local.run(seam, Operands(x[-5:], x[-5:], None, weight, scales))
         for many, few in zip(whole, end, strict=True):
             if not torch.equal(kernel_cases.bits(many[-5:]), kernel_cases.bits(few)):
                 broken.append(f"{quant.scheme}: the last of {BIG_TOKENS} rows differ from the same rows alone")
@@ -169,10 +167,9 @@ def check_operators() -> list[str]:
     seam = Seam(norm=Norm(1e-6), residual=True, quants=(Quant("fp8_static"), Quant("nvfp4")), outputs=("residual",))
     case = Case(seam, None, 4096, torch.bfloat16)
     given = inputs(case, 37).to("cuda")
-    arguments = given.arguments()
     if backend._kernel_for(given.x, seam.quants) is not local:
         broken.append("the local backend does not choose the kernel for a CUDA tensor")
-    expected = local.run(seam, *arguments)
+    expected = local.run(seam, given.operands())
     keywords = {"residual": given.residual, "weight": given.weight, "scales": given.scales}
     got = ops.seam(seam, given.x, **keywords)
     graph = torch.cuda.CUDAGraph()
@@ -221,54 +218,9 @@ def check_divide() -> list[str]:
     return [f"{wrong} codes differ"] if wrong else []
 
 
-# ---- speed ------------------------------------------------------------------------------------
-
-CALLS_PER_GRAPH = 20
-REPLAYS = 30
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """The median time of one of the calls captured together in one CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    kept = []
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS_PER_GRAPH):
-            kept.append(call())
-            kept = kept[-2:]
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
-    return statistics.median(times[3:])
-
-
-def timings() -> Iterator[tuple[str, int, int, str, float]]:
-    quant = Quant("fp8_static")
-    seam = Seam(norm=Norm(1e-6), residual=True, quants=(quant,), outputs=("residual",))
-    scale = torch.tensor([0.01], device="cuda")
-    for hidden, tokens in itertools.product((4096, 8192), (1, 16, 1024, 4096)):
-        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-        arguments = (seam, x, torch.randn_like(x), None, torch.ones(hidden, device="cuda", dtype=x.dtype), [scale])
-        yield quant.scheme, hidden, tokens, "torchseam", microseconds(lambda a=arguments: local.run(*a))
-        torch._dynamo.reset()
-        compiled = torch.compile(reference.run, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
-        yield quant.scheme, hidden, tokens, "inductor", microseconds(lambda a=arguments, f=compiled: f(*a))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)))
-    parser.add_argument("--no-timing", action="store_true")
-    parser.add_argument("--only-timing", action="store_true")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shards", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -280,18 +232,12 @@ def main() -> int:
         print("gpu_check needs a CUDA GPU; none is visible to torch", file=sys.stderr)
         return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
-    mismatches = 0
-    if not given.only_timing:
-        mismatches += check_table(given.workers)
-        for checked in (check_divide, check_padding, check_operators, check_offsets_beyond_32_bits):
-            broken = checked()
-            torch.cuda.empty_cache()
-            print(f"{checked.__name__}: {broken or 'ok'}", flush=True)
-            mismatches += len(broken)
-    if not given.no_timing:
-        print("scheme,hidden,tokens,implementation,microseconds")
-        for scheme, hidden, tokens, implementation, us in timings():
-            print(f"{scheme},{hidden},{tokens},{implementation},{us:.2f}", flush=True)
+    mismatches = check_table(given.workers)
+    for checked in (check_divide, check_padding, check_operators, check_offsets_beyond_32_bits):
+        broken = checked()
+        torch.cuda.empty_cache()
+        print(f"{checked.__name__}: {broken or 'ok'}", flush=True)
+        mismatches += len(broken)
     print(f"{Path(__file__).name}: {'FAILED' if mismatches else 'passed'}, {mismatches} mismatches")
     return 1 if mismatches else 0
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchseam import reference
 from torchseam.kernels import local
+from torchseam.operands import Operands
 from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS, Norm, Quant, Seam
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,9 +65,8 @@ class Inputs:
             [s.to(device) for s in self.scales],
         )
 
-    def arguments(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, list[Tensor]]:
-        """What follows the seam in `local.run` and `reference.run`."""
-        return self.x, self.residual, self.inner_weight, self.weight, self.scales
+    def operands(self) -> Operands:
+        return Operands(self.x, self.residual, self.inner_weight, self.weight, tuple(self.scales))
 
     def rows(self, rows: slice) -> Inputs:
         residual = None if self.residual is None else self.residual[rows]
@@ -314,16 +314,15 @@ def check(case: Case, given: Inputs, run: Run, quantize: Run, device: str = "cpu
         return _differences(got, reference.quantize(given.x, case.quant, *given.scales), ["codes", "scales"])
 
     seam = everything(case.seam)
-    on_device_arguments = on_device.arguments()
-    arguments = given.arguments()
-    got = _on_cpu(run(seam, *on_device_arguments))
+    operands = given.operands()
+    got = _on_cpu(run(seam, on_device.operands()))
     names = [
         *seam.outputs,
         *(f"{n} of {q.scheme}" for q in seam.quants for n in ("codes", "scales")[: 1 + q.emits_scale]),
     ]
 
     with canonical_reduction():
-        broken = _differences(got, reference.run(seam, *arguments), names)
+        broken = _differences(got, reference.run(seam, operands), names)
 
     # The codes are those of the kernel's own norm, whatever its last bit is.
     norm_at = seam.outputs.index("norm")
@@ -334,10 +333,10 @@ def check(case: Case, given: Inputs, run: Run, quantize: Run, device: str = "cpu
     broken += [
         f"{b} (quantising the kernel's norm)" for b in _differences(got[norm_at + 1 :], expected, names[norm_at + 1 :])
     ]
-    broken += _eager_differences(seam, arguments, got, reference.run(seam, *arguments), case.dtype)
+    broken += _eager_differences(seam, operands, got, reference.run(seam, operands), case.dtype)
 
     if also_own and case.seam != seam:
-        own = _on_cpu(run(case.seam, *on_device_arguments))
+        own = _on_cpu(run(case.seam, on_device.operands()))
         kept = [t for n, t in zip(names, got, strict=True) if n not in seam.outputs or n in case.seam.outputs]
         broken += [f"{b} (emitting only {case.seam.outputs})" for b in _differences(own, kept, ["value"] * len(kept))]
     return broken
@@ -347,7 +346,7 @@ FP32_NORM_ULPS = 4
 
 
 def _eager_differences(
-    seam: Seam, arguments: tuple, got: list[Tensor], eager: list[Tensor], dtype: torch.dtype
+    seam: Seam, operands: Operands, got: list[Tensor], eager: list[Tensor], dtype: torch.dtype
 ) -> list[str]:
     """Against eager's own row reduction: residual_out bitwise, the norm to the last place."""
     if seam.inner_norm is not None:
@@ -359,7 +358,7 @@ def _eager_differences(
         # Eager itself is some places off there (seven fp32 roundings). On one row it may be lucky: the
         # kernel's own roundings (mean and root 1/2 ulp each, their product with h and with the weight 1/2
         # each, relative 2^-23 in all) are at most 4 places where the result lies just above a power of two.
-        oracle = _fp64_norm(seam, *arguments)
+        oracle = _fp64_norm(seam, operands)
         error, eager_error = ulps(got[at], oracle), ulps(eager[at], oracle)
         if error > max(eager_error + 1, FP32_NORM_ULPS):
             broken.append(f"norm is {error} ulp from the float64 oracle, eager {eager_error}")
@@ -370,10 +369,9 @@ def _eager_differences(
     return broken
 
 
-def _fp64_norm(
-    seam: Seam, x: Tensor, residual: Tensor | None, inner_weight: Tensor | None, weight: Tensor | None, scales: object
-) -> Tensor:
+def _fp64_norm(seam: Seam, operands: Operands) -> Tensor:
     """The norm of the rounded h in float64, rounded once."""
+    x, residual, weight = operands.x, operands.residual, operands.weight
     h = (x if residual is None else (x.float() + residual.float()).to(x.dtype)).double()
     n = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + seam.norm.eps)
     return (n if weight is None else n * (weight.double() + seam.norm.offset)).float()

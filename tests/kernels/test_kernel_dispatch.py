@@ -9,6 +9,7 @@ import torch
 
 from torchseam import reference
 from torchseam.backends import local
+from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Seam
 
 SEAM = Seam(norm=Norm(1e-6), outputs=("norm",))
@@ -33,7 +34,7 @@ def reference_is_named(monkeypatch):
 
 
 def both(x) -> set[str]:
-    ran = local.run(SEAM, x, None, None, None, []) + local.quantize(x, Quant("fp8_token"), None)
+    ran = local.run(SEAM, Operands(x)) + local.quantize(x, Quant("fp8_token"), None)
     return set(ran)
 
 

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def run(seam: Seam, given: Inputs) -> list[Tensor]:
-    return local.run(seam, *given.arguments())
+    return local.run(seam, given.operands())
 
 
 def expected(seam: Seam, given: Inputs) -> list[Tensor]:
     with canonical_reduction():
-        return reference.run(seam, *given.arguments())
+        return reference.run(seam, given.operands())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ library's algorithm and not the rank order of DESIGN section 4, rule 1 (which ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,18 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torchseam.backends import local
+from torchseam.operands import Operands
 from torchseam.seam import Seam
 
 NAME = "collective"
 
 
-def run(
-    seam: Seam,
-    x: Tensor,
-    residual: Tensor | None,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    scales: Sequence[Tensor],
-) -> list[Tensor]:
+def run(seam: Seam, operands: Operands) -> list[Tensor]:
     """Sum x over the ranks of `seam.reduce.group`, then the rest of the seam."""
     assert seam.reduce is not None
-    reduced = x.clone(memory_format=torch.contiguous_format)
+    reduced = operands.x.clone(memory_format=torch.contiguous_format)
     if reduced.numel():
         group = _resolve_process_group(seam.reduce.group)  # type: ignore[arg-type]
         dist.all_reduce(reduced, group=group)
-    outputs = local.run(seam.local(), reduced, residual, inner_weight, weight, scales)
+    outputs = local.run(seam.local(), dataclasses.replace(operands, x=reduced))
     return [reduced, *outputs] if "reduced" in seam.outputs else outputs

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from types import ModuleType
 
 from torch import Tensor
 
 from torchseam import reference
+from torchseam.operands import Operands
 from torchseam.seam import Quant, Seam
 
 _log = logging.getLogger(__name__)
 
 
-def run(
-    seam: Seam,
-    x: Tensor,
-    residual: Tensor | None,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    scales: Sequence[Tensor],
-) -> list[Tensor]:
-    """A seam that reduces nothing (arguments: `torchseam.ops.seam`)."""
-    kernel = _kernel_for(x, seam.quants)
+def run(seam: Seam, operands: Operands) -> list[Tensor]:
+    """A seam that reduces nothing."""
+    kernel = _kernel_for(operands.x, seam.quants)
     if kernel is None:
-        return reference.run(seam, x, residual, inner_weight, weight, scales)
-    return kernel.run(seam, x, residual, inner_weight, weight, scales)
+        return reference.run(seam, operands)
+    return kernel.run(seam, operands)
 
 
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None) -> list[Tensor]:

@@ -6,13 +6,13 @@ that this version does not have is refused with the reason, never swapped for an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 
 from torch import Tensor
 
 from torchseam.backends import collective, local
 from torchseam.config import BACKENDS
+from torchseam.operands import Operands
 from torchseam.seam import Seam
 
 _BACKENDS: dict[str, ModuleType] = {collective.NAME: collective}
@@ -28,15 +28,8 @@ def resolve(name: str) -> str:
     raise ValueError(f"{known}; what works: 'auto', {', '.join(map(repr, _BACKENDS))}")
 
 
-def run(
-    seam: Seam,
-    x: Tensor,
-    residual: Tensor | None,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    scales: Sequence[Tensor],
-) -> list[Tensor]:
-    """Run a validated seam (argument shapes: `torchseam.ops.seam`)."""
+def run(seam: Seam, operands: Operands) -> list[Tensor]:
+    """Run a validated seam."""
     if seam.reduce is None:
-        return local.run(seam, x, residual, inner_weight, weight, scales)
-    return _BACKENDS[resolve(seam.reduce.backend)].run(seam, x, residual, inner_weight, weight, scales)
+        return local.run(seam, operands)
+    return _BACKENDS[resolve(seam.reduce.backend)].run(seam, operands)

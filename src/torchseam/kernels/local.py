@@ -11,7 +11,6 @@ Inputs were validated by `ops`; what this kernel cannot do, `unsupported` says, 
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
 from torchseam.kernels.epilogue import ABSENT, epilogue, store_padding_row, store_quantized
 from torchseam.kernels.launch import MAX_HIDDEN, Launch
-from torchseam.outputs import empty_outputs, empty_quantized, norm_dtype
+from torchseam.operands import Operands
+from torchseam.outputs import empty_outputs, empty_quantized, norm_dtype_of
 from torchseam.seam import Norm, Quant, Seam
 
 #: Rows are programs of the grid's first dimension.
@@ -145,39 +145,26 @@ def unsupported(x: Tensor) -> str | None:
     return None
 
 
-def run(
-    seam: Seam,
-    x: Tensor,
-    residual: Tensor | None,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    scales: Sequence[Tensor],
-    *,
-    launch: Launch | None = None,
-) -> list[Tensor]:
+def run(seam: Seam, operands: Operands, *, launch: Launch | None = None) -> list[Tensor]:
     """`reference.run` of a seam that reduces nothing, by one launch, in the bits that DESIGN section 4 says.
 
-    Arguments as `torchseam.ops.seam` validated them: any leading dims and strides. A seam with several
+    Operands as `torchseam.ops.seam` validated them: any leading dims and strides. A seam with several
     quantisers takes one launch more for each after the first. `launch` overrides the choice by H.
     """
-    outputs = empty_outputs(seam, x, weight)
+    outputs = empty_outputs(seam, operands)
     values = dict(zip(seam.outputs, outputs, strict=False))
     quantized = iter(outputs[len(seam.outputs) :])
-    given = iter(scales)
+    given = iter(operands.scales)
     norm_out = values.get("norm")
     if norm_out is None and len(seam.quants) > 1:
-        dtype = norm_dtype(x.dtype, None if weight is None else weight.dtype, seam.norm)
-        norm_out = x.new_empty(tuple(x.shape), dtype=dtype)
+        norm_out = operands.x.new_empty(tuple(operands.x.shape), dtype=norm_dtype_of(seam, operands))
     first, *others = seam.quants or (None,)
     _launch(
         launch,
         seam.inner_norm,
         seam.norm,
         first,
-        x,
-        residual,
-        inner_weight,
-        weight,
+        operands,
         next(given) if first is not None and first.takes_scale else None,
         values.get("residual"),
         norm_out,
@@ -205,7 +192,7 @@ def _take(quantized: Any, quant: Quant | None) -> list[Tensor]:
 def _launch_quantizer(
     launch: Launch | None, y: Tensor, quant: Quant, scale: Tensor | None, quantized: list[Tensor]
 ) -> None:
-    _launch(launch, None, None, quant, y, None, None, None, scale, None, None, quantized)
+    _launch(launch, None, None, quant, Operands(y), scale, None, None, quantized)
 
 
 def _launch(
@@ -213,15 +200,13 @@ def _launch(
     inner_norm: Norm | None,
     norm: Norm | None,
     quant: Quant | None,
-    x: Tensor,
-    residual: Tensor | None,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
+    operands: Operands,
     scale: Tensor | None,
     residual_out: Tensor | None,
     norm_out: Tensor | None,
     quantized: list[Tensor],
 ) -> None:
+    x, residual = operands.x, operands.residual
     rows = _as_rows(x)
     tokens, hidden = rows.shape
     if tokens == 0:
@@ -235,8 +220,8 @@ def _launch(
         local_kernel[(_grid(tokens, quant, scales),)](
             rows,
             residual_rows,
-            None if inner_weight is None else inner_weight.contiguous(),
-            None if weight is None else weight.contiguous(),
+            None if operands.inner_weight is None else operands.inner_weight.contiguous(),
+            None if operands.weight is None else operands.weight.contiguous(),
             scale,
             residual_out,
             norm_out,

@@ -1,0 +1,24 @@
+"""The tensors of a seam, as one value: what travels from the operator to whatever runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a seam reads.
+
+    x: [..., H] bf16, fp16 or fp32; this rank's partial sums when the seam reduces.
+    residual: as x, when the seam adds one.
+    inner_weight, weight: [H] bf16, fp16 or fp32, the weights of the seam's norms that have one.
+    scales: one fp32 number for each quantiser that takes one, in the order of `seam.quants`.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
+    inner_weight: Tensor | None = None
+    weight: Tensor | None = None
+    scales: tuple[Tensor, ...] = ()
