@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchseam.compiler.fusion_pass import run_pass
 from torchseam.compiler.report import GraphReport
 from torchseam.config import SeamConfig
+
+FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 
 
 @dataclass
@@ -35,6 +39,24 @@ class Captured:
         return [f.kind for r in self.reports for f in r.fused]
 
 
+def seam_calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes that run a seam, after the pass: `seam`, or `seam_` made functional."""
+    return [*graph.find_nodes(op="call_function", target=torch.ops.torchseam.seam.default), *_in_place(graph)]
+
+
+def _in_place(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    wrapped = graph.find_nodes(op="call_function", target=FUNCTIONALIZED)
+    return [node for node in wrapped if str(node.args[0]).startswith("torchseam.seam_.")]
+
+
+def take_apart(graph: torch.fx.Graph) -> None:
+    """What Inductor does next with the operators that mutate: run in place where it finds that safe, else on a copy."""
+    reinplace_inplaceable_ops_core(graph)
+    for call in _in_place(graph):
+        assert call.meta["only_clone_these_tensors"] == [], f"Inductor would copy for {call}"
+    decompose_auto_functionalized(graph)
+
+
 def run_fused(function: Callable[..., Any], *args: Any, config: SeamConfig | None = None, **how: Any) -> Captured:
     """Capture `function(*args)`, rewrite its graph(s), run; further keywords go to torch.compile."""
     captured = Captured([], [], [], None)
@@ -47,6 +69,8 @@ def run_fused(function: Callable[..., Any], *args: Any, config: SeamConfig | Non
         captured.after.append(str(gm.graph))
         again = run_pass(gm.graph, config or SeamConfig())
         assert not again.fused, f"a second run of the pass fused more: {again.fused}"
+        take_apart(gm.graph)
+        gm.recompile()
         return gm.forward
 
     backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
@@ -67,10 +91,13 @@ def trace_fused(module: torch.nn.Module, *args: torch.Tensor, config: SeamConfig
         how = {"decomposition_table": select_decomp_table(), "tracing_mode": "fake"}
         gm = make_fx(call, **how)(state, *args)
         if any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in gm.graph.nodes):
-            # a decomposition used an in-place op (F.rms_norm's does): make the graph functional, as AOT does
-            gm = make_fx(torch.func.functionalize(gm, remove="mutations_and_views"), **how)(state, *args)
+            # a decomposition used an in-place op (F.rms_norm's does): make the graph functional, as AOT does, which
+            # leaves views alone
+            gm = make_fx(torch.func.functionalize(gm, remove="mutations"), **how)(state, *args)
         gm.graph.eliminate_dead_code()
         before = str(gm.graph)
         report = run_pass(gm.graph, config or SeamConfig())
+        after = str(gm.graph)
+        take_apart(gm.graph)
         gm.recompile()
-        return Captured([report], [before], [str(gm.graph)], gm(state, *args))
+        return Captured([report], [before], [after], gm(state, *args))

@@ -1,4 +1,5 @@
-"""The operators: `torchseam::seam` (a whole seam) and `torchseam::quantize` (a quantiser alone).
+"""The operators: `torchseam::seam` (a whole seam), `torchseam::seam_` (the same, overwriting x, the residual or
+both) and `torchseam::quantize` (a quantiser alone).
 
 Attributes travel as one line of JSON (`Seam.to_json`), tensors as arguments, so every seam is the
 same operator and no combination has a schema of its own. Inputs are validated here and nowhere
@@ -7,7 +8,9 @@ else; the fake implementations give the shape, dtype and stride of the real resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +27,27 @@ _library = torch.library.Library("torchseam", "DEF")
 _library.define(
     "seam(Tensor x, Tensor? residual, Tensor? inner_weight, Tensor? weight, Tensor[] scales, str seam) -> Tensor[]"
 )
+#: The arguments that `seam_` may overwrite, in each of its overloads.
+OVERWRITES: tuple[tuple[str, ...], ...] = (("x",), ("residual",), ("x", "residual"))
+#: torch functionalises a mutating operator only when each of its returns is a plain tensor, so `seam_` has overloads by
+#: their number too. A norm, codes and scales are three; this leaves room for more quantisers.
+MAX_RETURNED = 8
+
+
+def _overload(overwrites: Sequence[str], returned: int) -> str:
+    return f"{'_'.join(overwrites)}_{returned}"
+
+
+def _schema(overwrites: tuple[str, ...], returned: int) -> str:
+    x = "Tensor(a!) x" if "x" in overwrites else "Tensor x"
+    residual = "Tensor(b!) residual" if "residual" in overwrites else "Tensor? residual"
+    rest = "Tensor? inner_weight, Tensor? weight, Tensor[] scales, str seam"
+    return f"seam_.{_overload(overwrites, returned)}({x}, {residual}, {rest}) -> ({', '.join(['Tensor'] * returned)})"
+
+
+_IN_PLACE = tuple(itertools.product(OVERWRITES, range(1, MAX_RETURNED + 1)))
+for _overwrites, _count in _IN_PLACE:
+    _library.define(_schema(_overwrites, _count))
 _library.define("quantize(Tensor y, Tensor? scale, str quant) -> Tensor[]")
 _library.define("keep_cast(Tensor x, ScalarType dtype) -> Tensor")
 
@@ -86,6 +110,19 @@ def _check_seam(seam: Seam, operands: Operands) -> None:
         _check_quant(quant, next(given) if quant.takes_scale else None, x.shape[-1])
 
 
+def _check_overwritten(seam: Seam, operands: Operands) -> None:
+    if operands.reduced_out is not None and seam.reduce is None:
+        raise ValueError(f"x is to be overwritten with a sum over the ranks, but the seam is {seam.describe()!r}")
+    if operands.residual_out is not None and "residual" not in seam.outputs:
+        raise ValueError(f"the residual is to be overwritten with the sum, but the seam emits {seam.outputs}")
+    for name, memory in (("x", operands.reduced_out), ("residual", operands.residual_out)):
+        if memory is not None and not memory.is_contiguous():
+            raise ValueError(
+                f"{name} has strides {memory.stride()} for its shape {tuple(memory.shape)}; "
+                "it must be contiguous to be overwritten"
+            )
+
+
 # ---- implementations --------------------------------------------------------------------------
 
 
@@ -117,6 +154,42 @@ def _seam_fake(
     return empty_outputs(parsed, operands)
 
 
+def _run(seam: Seam, operands: Operands) -> list[Tensor]:
+    return select.run(seam, operands)
+
+
+def _seam_in_place(
+    run: Callable[[Seam, Operands], list[Tensor]],
+    overwrites: tuple[str, ...],
+    returned: int,
+    x: Tensor,
+    residual: Tensor | None,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    scales: list[Tensor],
+    seam: str,
+) -> Tensor | tuple[Tensor, ...]:
+    """What `run` gives but for the outputs that have memory: those are found there afterwards."""
+    parsed = Seam.from_json(seam)
+    reduced_out = x if "x" in overwrites else None
+    residual_out = residual if "residual" in overwrites else None
+    operands = Operands(x, residual, inner_weight, weight, tuple(scales), reduced_out, residual_out)
+    _check_seam(parsed, operands)
+    _check_overwritten(parsed, operands)
+    places = {"reduced": reduced_out, "residual": residual_out, "norm": None}
+    outputs = run(parsed, operands)
+    rest: list[Tensor] = []
+    for i, output in enumerate(outputs):
+        place = places[parsed.outputs[i]] if i < len(parsed.outputs) else None
+        if place is None:
+            rest.append(output)
+        elif output is not place:
+            place.copy_(output)
+    if len(rest) != returned:
+        raise ValueError(f"the seam returns {len(rest)} tensors beside what it overwrites; this overload {returned}")
+    return rest[0] if returned == 1 else tuple(rest)
+
+
 def _quantize_real(y: Tensor, scale: Tensor | None, quant: str) -> list[Tensor]:
     parsed = Quant.from_json(quant)
     _check_activation("y", y)
@@ -136,6 +209,12 @@ def _keep_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
 
 
+for _overwrites, _count in _IN_PLACE:
+    _name = f"seam_.{_overload(_overwrites, _count)}"
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, functools.partial(_seam_in_place, _run, _overwrites, _count), _key)
+    _fake = functools.partial(_seam_in_place, empty_outputs, _overwrites, _count)
+    torch.library.register_fake(f"torchseam::{_name}", _fake, lib=_library)
 for _key in ("CPU", "CUDA"):
     _library.impl("keep_cast", _keep_cast, _key)
     _library.impl("seam", _seam_real, _key)
@@ -156,6 +235,7 @@ def seam(
     weight: Tensor | None = None,
     inner_weight: Tensor | None = None,
     scales: Sequence[Tensor] = (),
+    overwrite: Sequence[str] = (),
 ) -> list[Tensor]:
     """Run one seam.
 
@@ -165,15 +245,41 @@ def seam(
         residual: as x, when the seam adds one.
         weight, inner_weight: [H] bf16, fp16 or fp32 (any mixture with x's dtype), norm weights.
         scales: one fp32 number for each quantiser that takes one, in the order of `seam.quants`.
+        overwrite: which of `x` and `residual` (both contiguous) need not be kept. The sum over the ranks is made in
+            x, without a copy; it is found there when `seam.outputs` has `reduced`, else what is there afterwards is
+            undefined. The output `residual` is found in the residual.
 
     Returns:
-        The values named in `seam.outputs`, then codes (and scales, where the scheme emits them) of
-        each quantiser. No input is changed or aliased.
+        The values named in `seam.outputs` but those found in overwritten arguments, then codes (and scales, where
+        the scheme emits them) of each quantiser. No other input is changed, and none is aliased.
 
     Raises:
         ValueError: an argument does not fit the seam; the message says which and what would.
     """
-    return torch.ops.torchseam.seam(x, residual, inner_weight, weight, list(scales), seam.to_json())
+    arguments = (x, residual, inner_weight, weight, list(scales), seam.to_json())
+    if not overwrite:
+        return torch.ops.torchseam.seam(*arguments)
+    returned = in_place(seam, overwrite)(*arguments)
+    return [returned] if isinstance(returned, Tensor) else list(returned)
+
+
+def returned_beside(seam: Seam, overwrite: Sequence[str]) -> int:
+    """How many tensors a seam returns that overwrites these arguments."""
+    found = {"x": "reduced", "residual": "residual"}
+    kept = set(seam.outputs) - {found[name] for name in overwrite}
+    return len(kept) + sum(1 + quant.emits_scale for quant in seam.quants)
+
+
+def in_place(seam: Seam, overwrite: Sequence[str]) -> torch._ops.OpOverload:
+    """The overload of `torchseam::seam_` that runs a seam and overwrites these arguments; ValueError without one."""
+    names = tuple(name for name in ("x", "residual") if name in overwrite)
+    if len(names) != len(overwrite) or not names:
+        raise ValueError(f"overwrite is {tuple(overwrite)}; allowed: 'x', 'residual' or both")
+    returned = returned_beside(seam, names)
+    if not 1 <= returned <= MAX_RETURNED:
+        raise ValueError(f"the seam returns {returned} tensors beside what it overwrites; allowed: 1 to {MAX_RETURNED}")
+    overload: torch._ops.OpOverload = getattr(torch.ops.torchseam.seam_, _overload(names, returned))
+    return overload
 
 
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tensor]:

@@ -59,9 +59,15 @@ def norm_dtype_of(seam: Seam, operands: Operands) -> torch.dtype:
 
 
 def empty_outputs(seam: Seam, operands: Operands) -> list[Tensor]:
-    """Uninitialised outputs of `torchseam::seam`, in its order."""
+    """Outputs of `torchseam::seam`, in its order: the memory given for one, else new and uninitialised."""
     x, dtype = operands.x, norm_dtype_of(seam, operands)
-    outputs = [x.new_empty(tuple(x.shape), dtype=dtype if name == "norm" else x.dtype) for name in seam.outputs]
+    given = {"reduced": operands.reduced_out, "residual": operands.residual_out}
+    outputs: list[Tensor] = []
+    for name in seam.outputs:
+        memory = given.get(name)
+        if memory is None:
+            memory = x.new_empty(tuple(x.shape), dtype=dtype if name == "norm" else x.dtype)
+        outputs.append(memory)
     for quant in seam.quants:
         outputs += empty_quantized(x, quant)
     return outputs

@@ -113,7 +113,9 @@ def run(seam: Seam, operands: Operands, all_reduce: Callable[[Tensor], Tensor] |
         h = rms_norm(h, operands.inner_weight, seam.inner_norm).to(h.dtype)
     if seam.residual:
         assert operands.residual is not None
-        h = values["residual"] = (h.float() + operands.residual.float()).to(h.dtype)
+        wide = h.float() + operands.residual.float()
+        memory = operands.residual_out
+        h = values["residual"] = wide.to(h.dtype) if memory is None else memory.copy_(wide)
     y = values["norm"] = rms_norm(h, operands.weight, seam.norm)
     outputs = [values[name].contiguous() for name in seam.outputs]
     given = iter(operands.scales)

@@ -24,9 +24,17 @@ NAME = "collective"
 def run(seam: Seam, operands: Operands) -> list[Tensor]:
     """Sum x over the ranks of `seam.reduce.group`, then the rest of the seam."""
     assert seam.reduce is not None
-    reduced = operands.x.clone(memory_format=torch.contiguous_format)
+    reduced = _summand(operands)
     if reduced.numel():
         group = _resolve_process_group(seam.reduce.group)  # type: ignore[arg-type]
         dist.all_reduce(reduced, group=group)
-    outputs = local.run(seam.local(), dataclasses.replace(operands, x=reduced))
+    outputs = local.run(seam.local(), dataclasses.replace(operands, x=reduced, reduced_out=None))
     return [reduced, *outputs] if "reduced" in seam.outputs else outputs
+
+
+def _summand(operands: Operands) -> Tensor:
+    """x where it may be summed in place: in the memory given for the sum, which may be x's own, else in a copy."""
+    x, memory = operands.x, operands.reduced_out
+    if memory is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    return memory if memory.data_ptr() == x.data_ptr() else memory.copy_(x)

@@ -29,6 +29,7 @@ from torchseam.compiler.report import (
     SeamsNotFusedError,
     source_line,
 )
+from torchseam.compiler.reuse import reuse
 from torchseam.compiler.rewrite import rewrite
 from torchseam.compiler.user_passes import as_passes, identities
 from torchseam.config import LOG_VARIABLE, SeamConfig
@@ -80,17 +81,20 @@ def run_pass(graph: Graph, config: SeamConfig) -> GraphReport:
     started = time.perf_counter()
     nodes = len(graph.nodes)
     decided: Plan = plan(graph, find(graph), config)
-    fused: list[FusedSeam] = []
+    calls: dict[Node, Seam] = {}
     replaced: dict[Node, Node] = {}
     for chain in decided.chains:
         seam, call = rewrite(graph, chain, config.backend, replaced)
-        if seam.reduce is not None or seam.quants:
-            fused.append(_describe(seam, call))
-    if decided.chains:
+        calls[call] = seam
+    fused = {call: _describe(seam, call) for call, seam in calls.items() if seam.reduce is not None or seam.quants}
+    if calls:
         stable_topological_sort(graph)
+        for call, node in reuse(graph, calls).items():
+            if call in fused:
+                fused[call] = dataclasses.replace(fused[call], node=node.name)
         graph.lint()
     return GraphReport(
-        tuple(fused),
+        tuple(fused.values()),
         tuple(decided.refusals),
         decided.plain_norms,
         decided.exact_norms,
