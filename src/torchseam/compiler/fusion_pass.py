@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torchseam.backends import select
 from torchseam.compiler import casts
 from torchseam.compiler.dialects.views import value
+from torchseam.compiler.dump import Dump
 from torchseam.compiler.find import find
 from torchseam.compiler.plan import Plan, plan
 from torchseam.compiler.report import (
@@ -119,7 +120,9 @@ class FusionPass(CustomGraphPass):
         casts.restore(graph)
         for other in self.also:
             other(graph)
+        dump = Dump(graph)
         result = run_pass(graph, self.config)
+        dump.after(graph, result)
         self.report.graphs.append(result)
         if os.environ.get(LOG_VARIABLE) == "why":
             log.warning("%s", FusionReport([result]))
