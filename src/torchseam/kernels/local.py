@@ -102,6 +102,10 @@ def local_kernel(
         inner_weight,
         weight,
         scale,
+        None,
+        0,
+        0,
+        HIDDEN,
         HIDDEN,
         BLOCK,
         RESIDUAL,
@@ -117,6 +121,9 @@ def local_kernel(
         FLOOR,
         SCALE_DTYPE,
         NATIVE,
+        1,
+        0,
+        False,
     )
 
     if HAS_RESIDUAL_OUT:
@@ -124,7 +131,21 @@ def local_kernel(
     if HAS_NORM_OUT:
         tl.store(norm_out_ptr + row * HIDDEN + columns, y, mask=inside)
     if SCHEME != "absent":
-        store_quantized(codes_ptr, scales_ptr, codes, scales, row, column_stride, HIDDEN, BLOCK, SCHEME, GROUP, LAYOUT)
+        store_quantized(
+            codes_ptr,
+            scales_ptr,
+            codes,
+            scales,
+            row,
+            0,
+            column_stride,
+            HIDDEN,
+            HIDDEN,
+            BLOCK,
+            SCHEME,
+            GROUP,
+            LAYOUT,
+        )
 
 
 # ---- host -------------------------------------------------------------------------------------
