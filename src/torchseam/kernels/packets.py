@@ -18,8 +18,7 @@ done with volatile loads and plain stores.
 import triton
 import triton.language as tl
 
-#: Bytes and words of a packet.
-PACKET = 16
+#: Words of a packet.
 WORDS = 4
 #: A word that has not arrived, and the NaN that stands for a payload of the same bits: two NaNs for
 #: 16-bit dtypes, one for fp32.

@@ -1,0 +1,67 @@
+"""What the ranks of a group share for its collective kernels, and how their programs count the calls.
+
+`backends/workspace.py` makes it of symmetric memory; docs/protocol.md says who may write what when.
+"""
+
+# Triton reads annotations of kernels as its own.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchseam.kernels.epilogue import EXCHANGES
+from torchseam.kernels.packets import WORDS
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What the ranks of a group share, as one of them sees it.
+
+    addresses: [W] int64 on the device, where each rank's buffer begins in this rank's address space.
+    counter: [1] int64, 0 before the first call. slots: int32, `slots_words(programs)` of them, 0.
+    slot_bytes: what each of a buffer's 2 * (W - 1) slots holds; all of the buffer is ABSENT words at first.
+    multiprocessors: how many the GPU has; so many programs at least run at once.
+    """
+
+    rank: int
+    world_size: int
+    addresses: Tensor
+    counter: Tensor
+    slots: Tensor
+    slot_bytes: int
+    multiprocessors: int
+
+
+def slots_words(programs: int) -> int:
+    """Words of `Channel.slots`."""
+    return EXCHANGES * programs * WORDS
+
+
+def buffer_bytes(world_size: int, slot_bytes: int) -> int:
+    """Bytes of one rank's buffer."""
+    return 2 * (world_size - 1) * slot_bytes
+
+
+#: The counter of a workspace counts calls in units of this; the programs of a call add it up between them, so
+#: that however many they are, the call is over when it has grown by exactly one unit.
+CALL_UNIT = 1 << 20
+
+
+@triton.jit
+def call_number(counter_ptr):
+    """The number of this call (int64), the same in all of its programs whenever they ask."""
+    return tl.load(counter_ptr, volatile=True) >> 20
+
+
+@triton.jit
+def count_program(counter_ptr):
+    """This program knows the number: once all of them do, the counter is the next call's.
+
+    After a barrier behind the last thread's `call_number`.
+    """
+    programs = tl.num_programs(0)
+    share = tl.where(tl.program_id(0) == 0, (1 << 20) - programs + 1, 1).to(tl.int64)
+    tl.atomic_add(counter_ptr, share, sem="relaxed")
