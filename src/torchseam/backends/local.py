@@ -31,6 +31,11 @@ def quantize(y: Tensor, quant: Quant, scale: Tensor | None) -> list[Tensor]:
     return kernel.quantize(y, quant, scale)
 
 
+def has_kernel_for(x: Tensor, quants: tuple[Quant, ...]) -> bool:
+    """Whether a Triton kernel runs rows like those of x [..., H] with these quantisers."""
+    return _kernel_for(x, quants) is not None
+
+
 def _kernel_for(x: Tensor, quants: tuple[Quant, ...]) -> ModuleType | None:
     """The kernel that takes rows like x's, or None: the reference runs."""
     if not x.is_cuda:

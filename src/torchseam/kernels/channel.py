@@ -35,6 +35,33 @@ class Channel:
     multiprocessors: int
 
 
+@dataclass(frozen=True)
+class Watch:
+    """How long a program waits for a packet, and what happens then.
+
+    timeout: seconds; 0 waits for ever, and costs nothing. mailbox: address of an int64 that the host reads,
+    0 until a wait ends: call * 256 + rank * 16 + source (`explain`). trap: the kernel is stopped (and with it the
+    CUDA context), else it goes on with wrong values.
+    """
+
+    timeout: float = 0.0
+    mailbox: int = 0
+    trap: bool = True
+
+    def arguments(self) -> tuple[int, int, int]:
+        """mailbox, nanoseconds, trap: as the kernels take them."""
+        return self.mailbox, int(self.timeout * 1e9), int(self.trap)
+
+
+UNWATCHED = Watch()
+
+
+def explain(record: int) -> str:
+    """What a mailbox that is not 0 says."""
+    call, rank, source = record >> 8, record >> 4 & 15, record & 15
+    return f"rank {rank} waited in vain for what rank {source} pushes in call {call} of this group's workspace"
+
+
 def slots_words(programs: int) -> int:
     """Words of `Channel.slots`."""
     return EXCHANGES * programs * WORDS

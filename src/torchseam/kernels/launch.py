@@ -74,9 +74,9 @@ class OneShot:
             )
         return programs, programs, 0
 
-    def options(self, nvidia: bool = True) -> dict[str, Any]:
-        """As `Launch.options`."""
-        own = {"launch_pdl": self.launch_pdl} if nvidia else {}
+    def options(self, pdl: bool) -> dict[str, Any]:
+        """As `Launch.options`; `pdl` where the GPU has programmatic dependent launch."""
+        own = {"launch_pdl": True} if pdl else {}
         return {"num_warps": self.num_warps, "enable_fp_fusion": False, **own}
 
 

@@ -262,13 +262,16 @@ def _launch(
 
 def converts_natively(x: Tensor) -> bool:
     """Whether x is on an NVIDIA GPU with the conversion to e4m3 (and the kernel is not interpreted)."""
-    return x.is_cuda and _converts_natively(x.device.index)
+    return speaks_ptx(x) and _converts_natively(x.device.index)
+
+
+def speaks_ptx(x: Tensor) -> bool:
+    """Whether a kernel for x is compiled for an NVIDIA GPU."""
+    return x.is_cuda and torch.version.hip is None and not knobs.runtime.interpret
 
 
 @functools.cache
 def _converts_natively(device: int) -> bool:
-    if torch.version.hip is not None or knobs.runtime.interpret:
-        return False
     return torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
 
 

@@ -24,11 +24,12 @@ from torchseam.formats import fp8
 from torchseam.kernels import launch as launches
 from torchseam.kernels import local
 from torchseam.kernels.casts import round_to, to_float32
-from torchseam.kernels.channel import Channel, call_number, count_program
+from torchseam.kernels.channel import UNWATCHED, Channel, Watch, call_number, count_program
 from torchseam.kernels.epilogue import epilogue, store_padding_row, store_quantized
 from torchseam.kernels.launch import PACKET, OneShot
 from torchseam.kernels.packets import (
     await_packets,
+    await_packets_watched,
     clear_packets,
     load_packets,
     pack_words,
@@ -40,9 +41,23 @@ from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs, norm_dtype_of
 from torchseam.seam import Quant, Seam
 
+#: Programmatic dependent launch.
+_PDL_CAPABILITY = (9, 0)
+
 
 # Not specialised: what changes from call to call, or each new T could mean a new compilation.
-@triton.jit(do_not_specialize=["tokens", "padded_tokens", "column_stride", "pushers", "first_reducer"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "padded_tokens",
+        "column_stride",
+        "pushers",
+        "first_reducer",
+        "mailbox",
+        "timeout",
+        "trap",
+    ]
+)
 def one_shot_kernel(
     x_ptr,
     residual_ptr,
@@ -57,6 +72,9 @@ def one_shot_kernel(
     buffers_ptr,
     counter_ptr,
     slots_ptr,
+    mailbox,
+    timeout,
+    trap,
     tokens,
     padded_tokens,
     x_stride,
@@ -92,6 +110,7 @@ def one_shot_kernel(
     NATIVE: tl.constexpr,
     AHEAD: tl.constexpr,
     PREFETCH: tl.constexpr,
+    WATCH: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -100,7 +119,8 @@ def one_shot_kernel(
     x, residual: T rows of HIDDEN elements, 16-byte aligned rows. `buffers_ptr`: the addresses (int64) of all
     ranks' buffers; a buffer is two halves, taken in turn, of WORLD - 1 slots of `slot_packets` packets.
     Programs below `pushers` push, programs from `first_reducer` on reduce. `slots_ptr`: EXCHANGES * SLOTS
-    packets on this GPU, where the parts of a row meet.
+    packets on this GPU, where the parts of a row meet. WATCH: a wait ends after `timeout` nanoseconds, with a
+    record for the host in `mailbox` (`channel.Watch`).
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     LANES_OF_PACKET: tl.constexpr = 16 // (dtype.primitive_bitwidth // 8)
@@ -181,7 +201,23 @@ def one_shot_kernel(
             offsets = half + row * ROW_PACKETS + part * PART_PACKETS + packets
             if not PREFETCH:
                 own, residual = _own_row(x_ptr, residual_ptr, row, columns, inside, x_stride, residual_stride, RESIDUAL)
-            total = _sum_in_rank_order(to_float32(own), buffer, offsets, slot_packets, sent, WORLD, RANK, dtype, N, PTX)
+            total = _sum_in_rank_order(
+                to_float32(own),
+                buffer,
+                offsets,
+                slot_packets,
+                sent,
+                call,
+                mailbox,
+                timeout,
+                trap,
+                WORLD,
+                RANK,
+                dtype,
+                N,
+                WATCH,
+                PTX,
+            )
             reduced = round_to(total, dtype, False)
             added = residual
             if PREFETCH:
@@ -275,10 +311,15 @@ def _sum_in_rank_order(
     offsets,
     slot_packets,
     sent,
+    call,
+    mailbox,
+    timeout,
+    trap,
     WORLD: tl.constexpr,
     RANK: tl.constexpr,
     dtype: tl.constexpr,
     N: tl.constexpr,
+    WATCH: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """fp32 sum over the ranks, from rank 0 on; `own` is this rank's term."""
@@ -296,7 +337,12 @@ def _sum_in_rank_order(
             total = total + own
         a, b, c, d = read[slot]
         pointers = buffer + (slot * slot_packets + offsets) * 4
-        a, b, c, d = await_packets(pointers, a, b, c, d, sent, PTX)
+        if WATCH:
+            source = slot + 1 if slot >= RANK else slot
+            record = call * 256 + (RANK * 16 + source)
+            a, b, c, d = await_packets_watched(pointers, a, b, c, d, timeout, mailbox, record, trap)
+        else:
+            a, b, c, d = await_packets(pointers, a, b, c, d, sent, PTX)
         term = to_float32(unpack_words(a, b, c, d, dtype, N))
         if slot == 0 and RANK != 0:
             total = term
@@ -318,7 +364,9 @@ def unsupported(x: Tensor) -> str | None:
     return local.unsupported(x)
 
 
-def run(seam: Seam, operands: Operands, channel: Channel, *, launch: OneShot | None = None) -> list[Tensor]:
+def run(
+    seam: Seam, operands: Operands, channel: Channel, *, launch: OneShot | None = None, watch: Watch = UNWATCHED
+) -> list[Tensor]:
     """`reference.run` of a seam that reduces, on every rank of the channel, by one launch.
 
     Collective: all ranks call it with the same seam, shapes, dtypes and launch. A seam with several
@@ -343,6 +391,7 @@ def run(seam: Seam, operands: Operands, channel: Channel, *, launch: OneShot | N
         values.get("residual"),
         norm_out,
         local.take(quantized, first),
+        watch,
     )
     for quant in others:
         assert norm_out is not None
@@ -362,6 +411,7 @@ def _launch(
     residual_out: Tensor | None,
     norm_out: Tensor | None,
     quantized: list[Tensor],
+    watch: Watch,
 ) -> None:
     x = operands.x
     rows = _as_aligned_rows(x)
@@ -376,7 +426,8 @@ def _launch(
     programs, pushers, first_reducer = choice.grid(tokens, channel.multiprocessors)
     width = hidden // choice.parts
     attributes = local.attributes(hidden, seam.inner_norm, seam.norm, quant, seam.residual)
-    native = local.converts_natively(x)
+    ptx = local.speaks_ptx(x)
+    pdl = ptx and choice.launch_pdl and torch.cuda.get_device_capability(x.device) >= _PDL_CAPABILITY
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         one_shot_kernel[(programs,)](
             rows,
@@ -392,6 +443,7 @@ def _launch(
             channel.addresses,
             channel.counter,
             channel.slots,
+            *watch.arguments(),
             tokens,
             tokens if scales is None else local.grid(tokens, quant, scales),
             rows.stride(0),
@@ -413,12 +465,13 @@ def _launch(
             HAS_REDUCED=reduced is not None,
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
-            NATIVE=native,
+            NATIVE=local.converts_natively(x),
             AHEAD=choice.ahead,
             PREFETCH=choice.pushers > 0,
-            PTX=native,
-            PDL=native and choice.launch_pdl,
-            **choice.options(native),
+            WATCH=ptx and watch.timeout > 0,
+            PTX=ptx,
+            PDL=pdl,
+            **choice.options(pdl),
         )
 
 

@@ -155,6 +155,49 @@ def await_packets(pointers, first, second, third, fourth, mask, PTX: tl.constexp
     return first, second, third, fourth
 
 
+@triton.jit
+def await_packets_watched(pointers, first, second, third, fourth, timeout, mailbox, record, trap):
+    """As `await_packets` with PTX, for at most `timeout` nanoseconds (int64).
+
+    Then `record` (int64) is stored at the address `mailbox`, in memory that the host reads, and the kernel
+    traps where `trap` is not 0, else goes on with what it has.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred absent, late;
+        .reg .u64 start, now;
+        mov.b32 $0, $5;
+        mov.b32 $1, $6;
+        mov.b32 $2, $7;
+        mov.b32 $3, $8;
+        mov.u64 start, %globaltimer;
+        again:
+        setp.eq.s32 absent, $0, -1;
+        setp.eq.or.s32 absent, $1, -1, absent;
+        setp.eq.or.s32 absent, $2, -1, absent;
+        setp.eq.or.s32 absent, $3, -1, absent;
+        @!absent bra there;
+        ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
+        mov.u64 now, %globaltimer;
+        sub.u64 now, now, start;
+        setp.le.u64 late, now, $9;
+        @late bra again;
+        st.relaxed.sys.global.b64 [$10], $11;
+        fence.acq_rel.sys;
+        setp.ne.s32 late, $12, 0;
+        @late trap;
+        there:
+        }
+        """,
+        "=&r,=&r,=&r,=&r,l,r,r,r,r,l,l,l,r",
+        [pointers.to(tl.int64), first, second, third, fourth, timeout.to(tl.int64), mailbox.to(tl.int64), record, trap],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
 # ---- tagged values: between the programs that share a row -----------------------------------------
 
 
