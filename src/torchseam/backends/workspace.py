@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchseam.backends.base import Group, Unavailable, agree
 from torchseam.kernels.channel import Channel, buffer_bytes, slots_words
+from torchseam.kernels.packets import ABSENT_WORD
 
 #: Bytes of one rank's buffer: 64 MiB of rows for two ranks (4096 rows of 8192 in bf16), 9 MiB for eight.
 BUFFER_BYTES = 2**27
@@ -35,7 +36,7 @@ class Workspace:
             world_size=group.world_size,
             addresses=torch.tensor(addresses, dtype=torch.int64, device=group.device),
             counter=torch.zeros(1, dtype=torch.int64, device=group.device),
-            slots=torch.zeros(slots_words(programs), dtype=torch.int32, device=group.device),
+            slots=torch.full((slots_words(programs),), ABSENT_WORD, dtype=torch.int32, device=group.device),
             slot_bytes=slot_bytes,
             multiprocessors=programs,
         )

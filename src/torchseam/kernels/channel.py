@@ -21,8 +21,9 @@ class Channel:
     """What the ranks of a group share, as one of them sees it.
 
     addresses: [W] int64 on the device, where each rank's buffer begins in this rank's address space.
-    counter: [1] int64, 0 before the first call. slots: int32, `slots_words(programs)` of them, 0.
-    slot_bytes: what each of a buffer's 2 * (W - 1) slots holds; all of the buffer is ABSENT words at first.
+    counter: [1] int64, 0 before the first call. slots: int32, `slots_words(multiprocessors)` of them.
+    slot_bytes: what each of a buffer's 2 * (W - 1) slots holds. The buffer and `slots` are all ABSENT words at first
+    (zeros in `slots` would be tags of call 0).
     multiprocessors: how many the GPU has; so many programs at least run at once.
     """
 

@@ -69,16 +69,16 @@ def sum_of_squares(
     even, odd = tl.split(tl.reshape(even + odd, (BLOCK // 8, 2)))
     squares = tl.sum((even + odd).to(tl.float64), axis=0)
     if PARTS > 1:
-        squares = tl.sum(exchange(squares, slots, part, call, PARTS, PTX), axis=0)
+        squares = tl.sum(exchange(squares, slots, part, call, PARTS, BLOCK // 8, PTX), axis=0)
     return squares
 
 
 @triton.jit
-def largest_magnitude(values, slots, part, call, PARTS: tl.constexpr, PTX: tl.constexpr):
+def largest_magnitude(values, slots, part, call, BLOCK: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr):
     """max(|values|) over the row, fp32; NaN when one of them is."""
     largest = tl.max(magnitude_bits(values), axis=0)
     if PARTS > 1:
-        every = exchange(from_bits(largest).to(tl.float64), slots, part, call, PARTS, PTX)
+        every = exchange(from_bits(largest).to(tl.float64), slots, part, call, PARTS, BLOCK // 8, PTX)
         largest = tl.max(magnitude_bits(every.to(tl.float32)), axis=0)
     return from_bits(largest)
 
@@ -234,7 +234,7 @@ def quantize_row(
         codes = _e4m3(quotient, NATIVE)
         scales = scale
     elif SCHEME == "fp8_token":
-        scales = _scale_of(largest_magnitude(values, slots, part, call, PARTS, PTX), FLOOR)
+        scales = _scale_of(largest_magnitude(values, slots, part, call, BLOCK, PARTS, PTX), FLOOR)
         codes = _e4m3(_quotient(values, scales, RULE, FLOOR, NATIVE), NATIVE)
     elif SCHEME == "fp8_group":
         groups = tl.reshape(values, (BLOCK // GROUP, GROUP))

@@ -84,10 +84,11 @@ class OneShot:
 #: and the others are free to reduce. Two H200s, 2026-12-01, us for 4, 8, 12, 16, 24 pushers and none, T = 1024:
 #: H 4096: 52.2, 28.2, 29.4, 29.0, 29.9, 36.8; H 8192: 98.9, 52.6, 58.5, 55.9, 56.8, 70.4 (pushing alone: 47.4).
 _PUSHERS, _AHEAD = 8, 4
-#: Rows of more packets than this (H = 4096 in bf16) are shared by four programs while they are few. Same run, us for
-#: parts of 1, 4, 8: H 8192, T 1: 4.5, 3.9, 4.9; T 8: 5.1, 4.6, 5.0; T 16: 5.0, 5.5, 4.8. H 4096, T 1: 3.4, 3.3, 3.4;
-#: T 8: 3.6, 3.8, 4.0: the exchange costs what the split gains.
-_PACKETS_OF_LONG_ROW, _PARTS, _ROWS_TO_SPLIT = 512, 4, 8
+#: Rows of more packets than this (H = 4096 in bf16) are shared by eight programs while they are few. Two H200s,
+#: 2026-12-01, us for 1, 2, 4, 8, 16 parts: H 8192, T 1: 4.4, 4.3, 3.8, 3.6, 3.6; T 8: 4.9, 4.8, 4.5, 4.3, 4.2;
+#: T 16: 5.2, 5.2, 5.0, 4.8, -; T 32: 5.8, 6.1, 5.9, -, -. H 4096, T 1: 3.4, 3.5, 3.5, 3.6, 4.0; T 8: 3.8, 4.2, 3.8,
+#: 4.0, 4.2: there the exchange between the parts costs what the split gains.
+_PACKETS_OF_LONG_ROW, _PARTS, _ROWS_TO_SPLIT = 512, 8, 16
 
 
 def choose_one_shot(tokens: int, hidden: int, itemsize: int, quant: Quant | None, multiprocessors: int) -> OneShot:

@@ -202,54 +202,56 @@ def await_packets_watched(pointers, first, second, third, fourth, timeout, mailb
 
 
 @triton.jit
-def exchange(value, slots, part, call, PARTS: tl.constexpr, PTX: tl.constexpr):
-    """The fp64 values [PARTS] of all parts of a row, in the order of the parts; `value` is that of `part`.
+def exchange(value, slots, part, call, PARTS: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
+    """The fp64 values of all parts of a row in the first PARTS of LANES lanes, 0 in the others; `value` is `part`'s.
 
     `slots` points at PARTS packets that only this exchange of this call uses. `call` (int64) is larger
-    than in any earlier use of the slots. All parts must be running at once.
+    than in any earlier use of the slots. All parts must be running at once. LANES: one for each thread, so
+    that no two threads ask for the same packet (512 that did took 0.7 us longer on an H200).
     """
     bits = value.to(tl.int64, bitcast=True)
-    low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
     tag_low, tag_high = call.to(tl.int32), (call >> 32).to(tl.int32)
-    # One lane: a packet of its own.
-    lane = tl.arange(0, 1)
+    lanes = tl.arange(0, LANES)
+    zeros = lanes * 0
     store_packets(
-        slots + (part + lane) * 4,
-        low + lane,
-        tag_low + lane,
-        high + lane,
-        tag_high + lane,
-        lane == 0,
+        slots + (part + zeros) * 4,
+        bits.to(tl.int32) + zeros,
+        tag_low + zeros,
+        (bits >> 32).to(tl.int32) + zeros,
+        tag_high + zeros,
+        lanes == 0,
         PTX,
     )
-    pointers = slots + tl.arange(0, PARTS) * 4
-    every = tl.arange(0, PARTS) >= 0
+    pointers, asked = slots + lanes * 4, lanes < PARTS
     if PTX:
         lows, highs = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 low, high, tag_low, tag_high;
+            .reg .b32 tag_low, tag_high;
             .reg .pred other;
+            mov.b32 $0, 0;
+            mov.b32 $1, 0;
+            setp.eq.s32 other, $5, 0;
+            @other bra there;
             again:
-            ld.relaxed.sys.global.v4.b32 {low, tag_low, high, tag_high}, [$2];
+            ld.relaxed.sys.global.v4.b32 {$0, tag_low, $1, tag_high}, [$2];
             setp.ne.s32 other, tag_low, $3;
             setp.ne.or.s32 other, tag_high, $4, other;
             @other bra again;
-            mov.b32 $0, low;
-            mov.b32 $1, high;
+            there:
             }
             """,
-            "=r,=r,l,r,r",
-            [pointers.to(tl.int64), tag_low, tag_high],
+            "=&r,=&r,l,r,r,r",
+            [pointers.to(tl.int64), tag_low, tag_high, asked.to(tl.int32)],
             dtype=(tl.int32, tl.int32),
             is_pure=False,
             pack=1,
         )
     else:
-        lows, tags_low, highs, tags_high = load_packets(pointers, every, PTX)
-        other = (tags_low != tag_low) | (tags_high != tag_high)
+        lows, tags_low, highs, tags_high = load_packets(pointers, asked, PTX)
+        other = asked & ((tags_low != tag_low) | (tags_high != tag_high))
         while tl.max(other.to(tl.int32), axis=0) != 0:
-            lows, tags_low, highs, tags_high = load_packets(pointers, every, PTX)
-            other = (tags_low != tag_low) | (tags_high != tag_high)
+            lows, tags_low, highs, tags_high = load_packets(pointers, asked, PTX)
+            other = asked & ((tags_low != tag_low) | (tags_high != tag_high))
     wide = (lows.to(tl.int64) & 0xFFFFFFFF) | (highs.to(tl.int64) << 32)
     return wide.to(tl.float64, bitcast=True)
