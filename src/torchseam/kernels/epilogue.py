@@ -167,9 +167,19 @@ def _quotient(values, scale, RULE: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl
 
 
 @triton.jit
-def _scale_of(amax, FLOOR: tl.constexpr):
-    """max(amax / 448, FLOOR); NaN stays NaN."""
-    scale = tl.div_rn(amax, 448.0)
+def _scale_of(
+    amax, FLOOR: tl.constexpr, SCALE_RULE: tl.constexpr, SCALE_ROUNDING: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """max(round(amax / 448), FLOOR), as `formats.fp8` has it for the two attributes; NaN stays NaN.
+
+    ACTIVATION is the dtype that SCALE_ROUNDING `activation` rounds to.
+    """
+    if SCALE_RULE == "divide":
+        scale = tl.div_rn(amax, 448.0)
+    else:
+        scale = amax * 0.002232142857142857  # 1 / 448; Triton takes the fp32 of it
+    if SCALE_ROUNDING == "activation":
+        scale = to_float32(round_to(scale, ACTIVATION))
     floor = tl.full((), FLOOR, tl.float32)
     return tl.where(scale < floor, floor, scale)
 
@@ -212,6 +222,8 @@ def quantize_row(
     RULE: tl.constexpr,
     GROUP: tl.constexpr,
     FLOOR: tl.constexpr,
+    SCALE_RULE: tl.constexpr,
+    SCALE_ROUNDING: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
     NATIVE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -234,11 +246,13 @@ def quantize_row(
         codes = _e4m3(quotient, NATIVE)
         scales = scale
     elif SCHEME == "fp8_token":
-        scales = _scale_of(largest_magnitude(values, slots, part, call, BLOCK, PARTS, PTX), FLOOR)
+        amax = largest_magnitude(values, slots, part, call, BLOCK, PARTS, PTX)
+        scales = _scale_of(amax, FLOOR, SCALE_RULE, SCALE_ROUNDING, y.dtype)
         codes = _e4m3(_quotient(values, scales, RULE, FLOOR, NATIVE), NATIVE)
     elif SCHEME == "fp8_group":
         groups = tl.reshape(values, (BLOCK // GROUP, GROUP))
-        scales = _scale_of(from_bits(tl.max(magnitude_bits(groups), axis=1)), FLOOR)
+        amax = from_bits(tl.max(magnitude_bits(groups), axis=1))
+        scales = _scale_of(amax, FLOOR, SCALE_RULE, SCALE_ROUNDING, y.dtype)
         if SCALE_DTYPE == "float32":
             codes = _e4m3(_quotient(groups, scales[:, None], RULE, FLOOR, NATIVE), NATIVE)
         else:
@@ -284,6 +298,8 @@ def epilogue(
     RULE: tl.constexpr,
     GROUP: tl.constexpr,
     FLOOR: tl.constexpr,
+    SCALE_RULE: tl.constexpr,
+    SCALE_ROUNDING: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
     NATIVE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -327,6 +343,8 @@ def epilogue(
             RULE,
             GROUP,
             FLOOR,
+            SCALE_RULE,
+            SCALE_ROUNDING,
             SCALE_DTYPE,
             NATIVE,
             PARTS,
