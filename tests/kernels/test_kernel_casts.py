@@ -44,7 +44,7 @@ def _apply(x_ptr, out_ptr, count, CAST: tl.constexpr, BLOCK: tl.constexpr):
     elif CAST == "to_float32":
         out = casts.to_float32(x)
     else:
-        out = casts.round_to(x, out_ptr.dtype.element_ty, False)
+        out = casts.round_to(x, out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=at < count)
 
 

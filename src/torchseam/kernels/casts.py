@@ -39,7 +39,7 @@ def to_float32(x):
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
+def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr = False):
     """fp32 -> bf16, fp16 or fp32, to nearest, ties to even; NaN stays NaN. NATIVE: see `to_e4m3_native`."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

@@ -49,7 +49,7 @@ def within_row(values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def add_residual(x, residual):
     """round(fp32(x) + fp32(residual)), in x's dtype."""
-    return round_to(to_float32(x) + to_float32(residual), x.dtype, False)  # left to the compiler, which adds in pairs
+    return round_to(to_float32(x) + to_float32(residual), x.dtype)  # left to the compiler, which adds in pairs
 
 
 @triton.jit

@@ -220,7 +220,7 @@ def one_shot_kernel(
                 WATCH,
                 PTX,
             )
-            reduced = round_to(total, dtype, False)
+            reduced = round_to(total, dtype)
             added = residual
             if PREFETCH:
                 # The next row is on its way while this one is worked on.
