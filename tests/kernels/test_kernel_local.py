@@ -113,7 +113,7 @@ def test_strides_and_leading_dims_are_honoured(name):
 def test_rows_are_viewed_without_a_copy():
     x = torch.randn(2, 3, 1280)
     for view in (x, x[..., :640], x[0]):
-        assert local._as_rows(view).data_ptr() == view.data_ptr()
+        assert local.as_rows(view).data_ptr() == view.data_ptr()
 
 
 @pytest.mark.parametrize("outputs", [(), ("norm",), ALL_OUT])
