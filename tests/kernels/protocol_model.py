@@ -286,7 +286,7 @@ class Ranks:
         if store.value == ABSENT:
             if there != ABSENT and not self._was_read(state, store.cell):
                 return move, Broken(f"nobody has read the {self.word_of[there]} there")
-        elif there != ABSENT:
+        elif there not in (ABSENT, store.value):  # a second copy on top of the first does no harm yet
             both_tagged = all(self.word_of[w].kind.startswith("tagged") for w in (there, store.value))
             if not (both_tagged and self._was_read(state, store.cell)):
                 return move, Broken(f"not ABSENT: there is the {self.word_of[there]}")
