@@ -177,7 +177,7 @@ SCENARIOS: dict[str, Scenario] = {
     "_guard_norm: val is not None and val.device.type not in _DEVICES": Scenario(
         sum_of("sum"), FULL[:2], graph=moved_to("meta"), runs=False
     ),
-    "_guard_quant: on_gpu and (quant.scale_rule, quant.scale_rounding) != ('divide', 'none')": Scenario(
+    "_guard_quant: on_gpu and (not quant.usual_scales)": Scenario(
         quantised, FULL, graph=moved_to("cuda"), chain=scales_by_reciprocal, runs=False
     ),
     "_guard_norm: val is None or val.dtype not in _FLOATS": Scenario(

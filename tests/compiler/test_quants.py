@@ -135,7 +135,7 @@ def test_codes_alone_and_a_twin_of_our_operator():
     check(lambda y, h: [*AtenDynamic()(y, None), *(t + 0 for t in ops.quantize(y, twin)[1:])], "fp8_token")
 
 
-NO_SUCH_KERNEL = "the GPU kernel makes scales by an fp32 division only"
+NO_SUCH_KERNEL = "the GPU kernel divides in fp32 for scales, and takes an encode factor for NVFP4"
 
 
 @pytest.mark.parametrize(

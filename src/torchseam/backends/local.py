@@ -42,8 +42,8 @@ def _kernel_for(x: Tensor, quants: tuple[Quant, ...]) -> ModuleType | None:
     """The kernel that takes rows like x's, or None: the reference runs."""
     if not x.is_cuda:
         return None
-    if any((q.scale_rule, q.scale_rounding) != ("divide", "none") for q in quants):
-        _warn_once("the kernel makes scales by fp32 division only")
+    if not all(q.usual_scales for q in quants):
+        _warn_once("the kernel makes scales by fp32 division only, and NVFP4 with an encode factor")
         return None
     kernel = _triton_kernel()
     if kernel is None:

@@ -179,6 +179,10 @@ def find(graph: Graph) -> Findings:
             if chain.inner is not None:
                 inners.add(chain.inner.output)
     findings.chains = [chains[n.output] for n in ordered if n.output in chains]
-    findings.quant_misses = [m for m in quant_misses if any(node in norms for node in m.reads)]
+    # The cast of NVFP4's block scales to e4m3 is a part of that quantiser, not one that cannot be read.
+    parts = {node for matches in quants.values() for match in matches for node in match.nodes}
+    parts.update(node for miss in quant_misses for node in miss.reads)
+    unread = (miss for miss in quant_misses if miss.node not in parts)
+    findings.quant_misses = [miss for miss in unread if any(node in norms for node in miss.reads)]
     findings.loose_reduces = list(free.values())
     return findings

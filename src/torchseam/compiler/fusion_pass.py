@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def _environment() -> dict[str, Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return {"torch": torch.__version__, "world_size": world, "capability": capability}
+    torchao = getattr(sys.modules.get("torchao"), "__version__", None)  # its NVFP4 is known by its own code
+    return {"torch": torch.__version__, "torchao": torchao, "world_size": world, "capability": capability}
 
 
 def _describe(seam: Seam, call: Node) -> FusedSeam:

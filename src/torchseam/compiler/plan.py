@@ -201,9 +201,9 @@ def _guard_quant(found: FoundQuant, chain: Chain, config: SeamConfig) -> tuple[R
     if hidden % quant.multiple_of:
         return Reason.HIDDEN_SIZE, f"{hidden} is not a multiple of {quant.multiple_of}"
     on_gpu = value(chain.norm.input).device.type == "cuda"
-    if on_gpu and (quant.scale_rule, quant.scale_rounding) != ("divide", "none"):
+    if on_gpu and not quant.usual_scales:
         # The reference would run in the kernel's place: slower than what Inductor makes of the quantiser.
-        return Reason.QUANT_SPELLING, "the GPU kernel makes scales by an fp32 division only"
+        return Reason.QUANT_SPELLING, "the GPU kernel divides in fp32 for scales, and takes an encode factor for NVFP4"
     scale = found.match.scale
     if scale is not None:
         val = value(scale)
