@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from torchseam.backends import select
 from torchseam.compiler import casts
+from torchseam.compiler.dialects.collectives import vllm_groups
 from torchseam.compiler.dialects.views import value
 from torchseam.compiler.find import find
 from torchseam.compiler.plan import Plan, plan
@@ -56,7 +57,13 @@ def _environment() -> dict[str, Any]:
         world = torch.distributed.get_world_size()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     torchao = getattr(sys.modules.get("torchao"), "__version__", None)  # its NVFP4 is known by its own code
-    return {"torch": torch.__version__, "torchao": torchao, "world_size": world, "capability": capability}
+    return {
+        "torch": torch.__version__,
+        "torchao": torchao,
+        "vllm_groups": sorted(vllm_groups().items()),
+        "world_size": world,
+        "capability": capability,
+    }
 
 
 def _describe(seam: Seam, call: Node) -> FusedSeam:

@@ -33,6 +33,7 @@ class Reason(str, enum.Enum):
     DEPENDENCE = "an input is computed from the seam's own values"
     DISABLED = "the configuration switches it off"
     UNKNOWN_GROUP = "the process group is not known in this process"
+    FAILURE = "torchseam failed while reading it"
     DEVICE = "the operator does not run on this device"
 
 
@@ -50,6 +51,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.HIDDEN_SIZE: "choose a scheme whose group divides the hidden size",
     Reason.DEPENDENCE: "compute the scale, weight or residual before the seam",
     Reason.DISABLED: "change SeamConfig",
+    Reason.FAILURE: "open an issue with the traceback that was logged",
     Reason.DEVICE: "run on a CPU or a CUDA GPU",
     Reason.UNKNOWN_GROUP: "compile after torch.distributed.init_process_group",
 }

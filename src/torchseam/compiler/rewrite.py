@@ -95,7 +95,7 @@ def rewrite(graph: Graph, chain: Chain, backend: str, replaced: dict[Node, Node]
         norm=chain.norm.norm,
         reduce=Reduce(chain.reduce.group, backend) if chain.reduce else None,
         inner_norm=chain.inner.norm if chain.inner else None,
-        residual=chain.add is not None,
+        residual=chain.residual is not None,
         quants=tuple(group[0].match.quant for group in twins),
         outputs=outputs,
     )

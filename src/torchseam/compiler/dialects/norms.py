@@ -6,40 +6,23 @@ rest off its surroundings: epsilon and weight are attributes of the match, never
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from torchseam.compiler.dialects.norm_match import NormMatch, NormMiss
 from torchseam.compiler.dialects.views import aten, convert, is_call, last_dim, value
+from torchseam.compiler.dialects.vllm_norms import match_vllm_norm
 from torchseam.seam import Norm, WeightMode
 
 
-@dataclass(frozen=True)
-class NormMatch:
-    """An RMSNorm: `output = norm(input, weight)`; `nodes` are all of its nodes, `output` the last."""
-
-    norm: Norm
-    input: Node
-    weight: Node | None
-    output: Node
-    nodes: tuple[Node, ...]
+def match_norm(node: Node) -> NormMatch | NormMiss | None:
+    """The RMSNorm whose middle (a reciprocal square root) or operator `node` is; None when it is neither."""
+    return _match_aten(node) if _is_rsqrt(node) else match_vllm_norm(node)
 
 
-@dataclass(frozen=True)
-class NormMiss:
-    """A mean of squares under a reciprocal square root that is no RMSNorm we can read; `why` says so.
-
-    `partial_row`: the mean is over something else than the last dimension alone.
-    """
-
-    node: Node
-    why: str
-    partial_row: bool = False
-
-
-def is_rsqrt(node: Node) -> bool:
+def _is_rsqrt(node: Node) -> bool:
     if node.op != "call_function":
         return False
     return node.target is aten.rsqrt.default or bool(node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5)
@@ -60,7 +43,7 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (is_call(a, convert) and is_call(b, convert) and a.args == b.args)
 
 
-def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
+def _match_aten(rsqrt: Node) -> NormMatch | NormMiss | None:
     """The RMSNorm around a reciprocal square root; None when it is no mean of squares at all."""
     with_eps = rsqrt.args[0]
     if not is_call(with_eps, aten.add.Tensor, aten.add.Scalar) or with_eps.kwargs:
