@@ -172,7 +172,7 @@ def _in_place_of(graph: Graph, new: Node, old: Node, views: tuple[Node, ...], tr
     if transposed:
         return _then(graph, aten.permute.default, new, [1, 0])
     longer = value(new).dim() - value(old).dim()
-    if longer in (1, -1):
+    if longer in (1, -1) and (value(new) if longer == 1 else value(old)).shape[-1] == 1:
         new = _then(graph, aten.squeeze.dim if longer == 1 else aten.unsqueeze.default, new, -1)
     if not same_shape(value(new), value(old)) and value(new).is_contiguous():
         new = _in_rows_of(graph, new, old)
@@ -180,9 +180,10 @@ def _in_place_of(graph: Graph, new: Node, old: Node, views: tuple[Node, ...], tr
 
 
 def _in_rows_of(graph: Graph, new: Node, old: Node) -> Node:
-    """The same numbers in the shape of `old`, which is a reshape when its sizes are symbolic."""
+    """The same numbers in the shape of `old`, which is a reshape when more than one of its sizes is symbolic."""
     shape = value(old).shape
-    node = graph.call_function(aten.reshape.default, (new, old.args[1] if is_reshape(old) else list(shape)))
+    sizes = old.args[1] if is_reshape(old) else [size if isinstance(size, int) else -1 for size in shape]
+    node = graph.call_function(aten.reshape.default, (new, sizes))
     with value(new).fake_mode:
         node.meta["val"] = value(new).reshape(shape)
     return node

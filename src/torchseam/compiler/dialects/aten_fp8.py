@@ -102,7 +102,7 @@ def _read(cast: Node) -> QuantMatch:
     how: dict[str, Any] = {"scale_floor": floor, "scale_rule": scale_rule, "scale_rounding": rounding}
     if not group:
         return QuantMatch(Quant("fp8_token", rule=rule, **how), y, None, (cast, result), tuple(reading.nodes))
-    codes = _only_view(cast, last_dim(y), y)
+    codes = _only_view(cast, last_dim(y))
     reading.nodes.append(codes)
     return QuantMatch(Quant("fp8_group", group, rule=rule, **how), y, None, (codes, result), tuple(reading.nodes))
 
@@ -194,21 +194,25 @@ def _climb(node: Node, reading: _Reading, until: Node | None = None) -> tuple[No
 
 
 def _group_of(node: Node) -> int:
-    """The group size when `node` cuts rows [.., H] into [.., H / group, group]; 0 when it does not."""
+    """The group size when `node` cuts rows [.., H] into [.., H / group, group] or [all groups, group], else 0."""
     if not is_call(node, *RESHAPES):
         return 0
     here, below = _value(node), _value(node.args[0])
     size, hidden = here.shape[-1] if here.dim() else None, last_dim(node.args[0])
-    if size not in FP8_GROUP_SIZES or not isinstance(hidden, int) or here.dim() != below.dim() + 1 or hidden % size:
+    if size not in FP8_GROUP_SIZES or not isinstance(hidden, int) or hidden % size:
+        return 0
+    if here.dim() == 2 and below.dim() > 1 and hidden > size:  # one view that flattens, too; the sizes say the rest
+        return size
+    if here.dim() != below.dim() + 1:
         return 0
     cut = (*below.shape[:-1], hidden // size, size)
     return size if all(statically_known_true(a == b) for a, b in zip(here.shape, cut, strict=True)) else 0
 
 
-def _only_view(node: Node, hidden: Any, y: Node) -> Node:
+def _only_view(node: Node, hidden: Any) -> Node:
     """The one reader of codes in groups: the view that puts the rows together again."""
     readers = list(node.users)
-    if len(readers) == 1 and is_call(readers[0], *RESHAPES) and same_shape(_value(readers[0]), _value(y)):
+    if len(readers) == 1 and is_call(readers[0], *RESHAPES) and last_dim(readers[0]) == hidden:
         return readers[0]
     raise Unread(f"the groups of codes are not put back to rows of {hidden}")
 
