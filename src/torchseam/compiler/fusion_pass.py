@@ -66,6 +66,12 @@ def _environment() -> dict[str, Any]:
     }
 
 
+def current_frame() -> str:
+    """Dynamo's number of the stretch of code that is being compiled, the same for every recompilation; '' outside."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return "" if compile_id is None or compile_id.frame_id is None else str(compile_id.frame_id)
+
+
 def _describe(seam: Seam, call: Node) -> FusedSeam:
     val = value(call.args[0])  # type: ignore[arg-type]
     assert val is not None
@@ -124,7 +130,7 @@ class FusionPass(CustomGraphPass):
         casts.restore(graph)
         for other in self.also:
             other(graph)
-        result = run_pass(graph, self.config)
+        result = dataclasses.replace(run_pass(graph, self.config), frame=current_frame())
         self.report.graphs.append(result)
         if os.environ.get(LOG_VARIABLE) == "why":
             log.warning("%s", FusionReport([result]))
