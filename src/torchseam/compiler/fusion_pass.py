@@ -64,7 +64,7 @@ def _describe(seam: Seam, call: Node) -> FusedSeam:
     tokens: Any = 1
     for size in lead:
         tokens = tokens * size
-    backend = select.resolve(seam.reduce.backend) if seam.reduce else "local"
+    backend = select.expected(seam.reduce, val.device) if seam.reduce else "local"
     return FusedSeam(
         seam,
         f"{tokens} x {hidden}",

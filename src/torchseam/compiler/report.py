@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torchseam.backends import select
 from torchseam.seam import Seam
 
 
@@ -187,6 +188,13 @@ def _fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
+def _backend_of(seam: FusedSeam) -> str:
+    """What runs it; where that is chosen at run time, what was chosen."""
+    if seam.backend != "auto" or seam.seam.reduce is None:
+        return seam.backend
+    return select.chosen(seam.seam.reduce.group) or "auto, not run yet"
+
+
 def _place(source: str) -> str:
     """`file.py:12` out of a source line; the code itself is in the JSON."""
     return source.split(" in ")[0].split("/")[-1]
@@ -209,7 +217,7 @@ def render(report: FusionReport) -> Any:
         fused.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
     groups: dict[tuple[str, ...], list[FusedSeam]] = {}
     for seam in (f for g in report.graphs for f in g.fused):
-        groups.setdefault((seam.kind, seam.shape, seam.dtype, seam.backend), []).append(seam)
+        groups.setdefault((seam.kind, seam.shape, seam.dtype, _backend_of(seam)), []).append(seam)
     for (kind, shape, dtype, backend), seams in groups.items():
         fused.add_row(kind, str(len(seams)), shape, dtype, backend, _place(seams[0].source))
     parts: list[Any] = [fused]
@@ -233,6 +241,8 @@ def render(report: FusionReport) -> Any:
         )
     for name, count in report.gemms.items():
         parts.append(Text(f"{_count(count, 'quantised linear layer')}: {name}"))
+    for group in dict.fromkeys(f.seam.reduce.group for g in report.graphs for f in g.fused if f.seam.reduce):
+        parts += [Text(f"{select.chosen(group)}: {remark}") for remark in select.remarks(group)]
     if report.unreported:
         parts.append(Text(f"{_count(report.unreported, 'graph')} from a compile cache that has no record of the seams"))
     return Group(*parts)
