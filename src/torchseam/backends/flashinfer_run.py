@@ -14,6 +14,7 @@ from torch import Tensor
 from torchseam import reference
 from torchseam.backends import base, flashinfer_api, local
 from torchseam.backends import flashinfer_patterns as patterns
+from torchseam.formats import layout
 from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs
 from torchseam.seam import Norm, Quant, Reduce, Seam
@@ -228,21 +229,13 @@ def _quantiser_arguments(
     if quant.scheme == "fp8_token":
         return {"quant_out": codes, "scale_out": outputs[1].view(-1, 1)}
     if quant.scale_layout == "swizzled":
-        _zero_padding(outputs[1], codes.shape[0], codes.shape[1] // 8)
+        layout.zero_padding(outputs[1], codes.shape[0], codes.shape[1] // 8)
     return {
         "quant_out": codes,
         "scale_out": outputs[1].view(-1) if quant.scale_layout == "swizzled" else _rows(outputs[1]),
         "scale_factor": scales[0].reshape(1),
         "layout_code": layouts[patterns.LAYOUTS[quant.scale_layout]],
     }
-
-
-def _zero_padding(scales: Tensor, tokens: int, columns: int) -> None:
-    """Zero the swizzled tiles that hold padding; FlashInfer leaves it as it was."""
-    if scales.shape[0] == tokens and scales.shape[-1] == columns:
-        return
-    tiles = scales.view(torch.uint8).view(-1, 128 * scales.shape[-1])
-    (tiles if scales.shape[-1] != columns else tiles[-1]).zero_()
 
 
 def _wait(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from torchseam.backends import select
+from torchseam.backends import flashinfer_api, select
 from torchseam.compiler import casts
 from torchseam.compiler.dialects.views import value
 from torchseam.compiler.find import find
@@ -54,7 +54,8 @@ def _environment() -> dict[str, Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return {"torch": torch.__version__, "world_size": world, "capability": capability}
+    versions = {"torch": torch.__version__, "flashinfer": flashinfer_api.version()}
+    return {**versions, "world_size": world, "capability": capability}
 
 
 def _describe(seam: Seam, call: Node) -> FusedSeam:
