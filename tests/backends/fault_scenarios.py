@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from flashinfer_double import Double, Faults, install
 
 from torchseam.backends import base, collective, flashinfer, flashinfer_api, select
+from torchseam.config import BACKEND_VARIABLE, VLLM_BACKEND_VARIABLE, SeamConfig
 from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs
 from torchseam.seam import Norm, Quant, Reduce, Seam
@@ -121,6 +123,25 @@ def auto(capability: tuple[int, int], ranks: tuple[int, ...] = (0, 1)) -> Callab
     def scenario(world: World) -> str:
         world.prepare(capability)
         return world.run(ranks)
+
+    return scenario
+
+
+def by_two_names(world: World) -> str:
+    world.prepare()
+    outcomes = {world.run((0, 1), backend) for backend in ("auto", "trtllm")}
+    return f"{outcomes}, {world.live()} workspace"
+
+
+def environment(variable: str) -> Callable[[World], str]:
+    """A variable of the environment, and a quantised seam."""
+
+    def scenario(world: World) -> str:
+        world.prepare((10, 0))
+        os.environ[variable] = "trtllm"
+        outcome = world.run((0, 1), SeamConfig().backend, Quant("fp8_static", rule="reciprocal"))
+        del os.environ[variable]
+        return f"{outcome}, {world.double.seen.patterns[-1]}"
 
     return scenario
 
@@ -303,6 +324,11 @@ _WHOLE = "FP4Quant|FP8Quant|kAllReduce|kARResidualRMSNormDynamicFP8Quant"
 SCENARIOS = (
     Scenario("none, trtllm", "flashinfer-trtllm", no_fault),
     Scenario("none, auto on sm_90", "flashinfer-trtllm", auto((9, 0))),
+    Scenario("none, auto and trtllm on one group", "{'flashinfer-trtllm'}, 1 workspace", by_two_names),
+    *(
+        Scenario(f"none, {name}=trtllm", "flashinfer-trtllm, kARResidualRMSNormFP8Quant", environment(name))
+        for name in (BACKEND_VARIABLE, VLLM_BACKEND_VARIABLE)
+    ),
     Scenario("none, auto on sm_100", "flashinfer-mnnvl", auto((10, 0))),
     Scenario("none, auto on 4 ranks of sm_90 (not measured)", "collective", auto((9, 0), ALL), ALL),
     Scenario("none, auto on sm_80", "collective", auto((8, 0))),

@@ -55,10 +55,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     monkeypatch.setattr(flashinfer_api, "missing", lambda: None)
     monkeypatch.setattr(base, "capability", lambda device: (10, 0))
     monkeypatch.setenv(flashinfer_local.VARIABLE, "1")
-    flashinfer_local._trusted.cache_clear()
+    flashinfer_local._trust.clear()
     flashinfer_local._import_failure.cache_clear()
     yield double
-    flashinfer_local._trusted.cache_clear()
+    flashinfer_local._trust.clear()
     flashinfer_local._import_failure.cache_clear()
 
 

@@ -31,7 +31,11 @@ VARIABLE = "TORCHSEAM_FLASHINFER_LOCAL"
 OLDEST_CAPABILITY = (10, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_HIDDEN = 64
+#: Of the codes of the trial, how many may differ because the kernel rounds less often.
+_MOST_CODES_APART = 0.05
 
+#: What came of the trial on each device.
+_trust: dict[torch.device, bool] = {}
 _log = logging.getLogger("torchseam")
 _library = torch.library.Library("torchseam", "FRAGMENT")
 _library.define(
@@ -75,7 +79,14 @@ torch.library.register_fake("torchseam::flashinfer_add_rms_norm_nvfp4", lambda *
 
 def takes(seam: Seam, operands: Operands) -> bool:
     """Whether a seam without a collective goes to this kernel."""
-    return allowed() and refuses(seam, operands) is None and _trusted(operands.x.device)
+    if not allowed() or refuses(seam, operands) is not None:
+        return False
+    device = operands.x.device
+    if device not in _trust:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # the trial waits for the device, which a capture forbids
+        _trust[device] = _is_right(device)
+    return _trust[device]
 
 
 def allowed() -> bool:
@@ -144,8 +155,7 @@ def _import_failure() -> str | None:
     return None
 
 
-@functools.cache
-def _trusted(device: torch.device) -> bool:
+def _is_right(device: torch.device) -> bool:
     """Whether a small seam comes out as the reference has it, but for its roundings."""
     tokens, hidden = 5, 1024
     values = torch.arange(tokens * hidden, device=device).view(tokens, hidden)
@@ -164,7 +174,3 @@ def _trusted(device: torch.device) -> bool:
     if not good:
         _log.error("flashinfer's add_rmsnorm_fp4quant is not used: %.1f %% of its codes are wrong", 100 * share)
     return good
-
-
-#: Of the codes of `_trusted`, how many may differ because the kernel rounds once less.
-_MOST_CODES_APART = 0.05

@@ -163,6 +163,9 @@ class FlashInfer:
     def _weight(self, operands: Operands) -> Tensor:
         if operands.weight is not None:
             return operands.weight.contiguous()
+        if operands.x.is_cuda and torch.cuda.is_current_stream_capturing():
+            # Made now, they would be the graph's: ones only once it has replayed, and gone with it.
+            return operands.x.new_ones(operands.x.shape[-1])
         key = (operands.x.shape[-1], operands.x.dtype)
         if key not in self._ones:
             self._ones[key] = operands.x.new_ones(key[0])

@@ -102,6 +102,8 @@ class _Choice:
 
 
 _choices: dict[tuple[str, str, torch.device], _Choice] = {}
+#: (kind, group, device) -> what is open, whichever name led to it: `auto` and a name share a workspace.
+_opened: dict[tuple[str, str, torch.device], base.Backend] = {}
 #: Group -> the refusals that were met, as an ordered set.
 _refusals: dict[str, dict[str, None]] = {}
 _MAX_REFUSALS = 20
@@ -188,7 +190,7 @@ def remarks(group: str) -> list[str]:
 
 def opened() -> list[base.Backend]:
     """The backends that are open in this process."""
-    return [choice.backend for choice in _choices.values() if choice.backend is not None]
+    return list(_opened.values())
 
 
 def reset() -> None:
@@ -196,6 +198,7 @@ def reset() -> None:
     graph may replay."""
     backends = opened()
     _choices.clear()
+    _opened.clear()
     _refusals.clear()
     for backend in backends:
         try:
@@ -265,6 +268,9 @@ def _named(name: str, group: base.Group) -> _Choice:
 
 def _open(kind: base.Kind, group: base.Group) -> tuple[base.Backend | None, str | None]:
     """Collective: the open backend, or why it is not open. The same on all ranks, whatever one of them raises."""
+    key = (kind.name, group.name, group.device)
+    if key in _opened:
+        return _opened[key], None
     why = base.verdict(group, _probe(kind, group))
     if why is not None:
         return None, why
@@ -276,7 +282,8 @@ def _open(kind: base.Kind, group: base.Group) -> tuple[base.Backend | None, str 
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     outcome = base.verdict(group, why)
-    if outcome is None:
+    if outcome is None and backend is not None:
+        _opened[key] = backend
         return backend, None
     if backend is not None:
         backend.close()
