@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from torchseam.backends import select
+from torchseam.backends import local, select
 from torchseam.compiler.dialects.collectives import AllReduce, starts_collective
 from torchseam.compiler.dialects.norms import NormMatch
 from torchseam.compiler.dialects.views import last_dim, strip, value
@@ -200,10 +200,10 @@ def _guard_quant(found: FoundQuant, chain: Chain, config: SeamConfig) -> tuple[R
     hidden = last_dim(chain.norm.input)
     if hidden % quant.multiple_of:
         return Reason.HIDDEN_SIZE, f"{hidden} is not a multiple of {quant.multiple_of}"
-    on_gpu = value(chain.norm.input).device.type == "cuda"
-    if on_gpu and (quant.scale_rule, quant.scale_rounding) != ("divide", "none"):
+    lacking = local.unsupported_recipe(quant) if value(chain.norm.input).device.type == "cuda" else None
+    if lacking is not None:
         # The reference would run in the kernel's place: slower than what Inductor makes of the quantiser.
-        return Reason.QUANT_SPELLING, "the GPU kernel makes scales by an fp32 division only"
+        return Reason.QUANT_SPELLING, lacking
     scale = found.match.scale
     if scale is not None:
         val = value(scale)
