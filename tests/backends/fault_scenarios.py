@@ -313,6 +313,23 @@ def checkpoint(world: World) -> str:
     return f"{world.double.seen.destroyed} destroyed"
 
 
+def leaves_early(world: World) -> str:
+    """A backend that breaks its promise: one rank raises while the others ask it something."""
+    world.prepare()
+
+    def open_on(group: base.Group) -> base.Backend:
+        if world.rank == 1:
+            raise OSError("left early")
+        base.agree(group, "still there?")
+        raise AssertionError
+
+    select.KINDS["symmetric"] = base.Kind("broken", lambda group: None, open_on)
+    outcome = world.run((0, 1), "symmetric")
+    del select.KINDS["symmetric"]
+    assert world.run((0, 1), "trtllm") == "flashinfer-trtllm", "what it left behind is not taken for an answer"
+    return outcome
+
+
 def too_old(world: World) -> str:
     world.prepare()
     flashinfer_api.version = lambda: (0, 6, 11)  # type: ignore[assignment]
@@ -368,6 +385,7 @@ SCENARIOS = (
     Scenario("no rows", "flashinfer-trtllm", no_tokens),
     Scenario("ranks configured differently", "ValueError|rank 0 'mnnvl', rank 1 'trtllm'", configured_differently),
     Scenario("checkpoint, restore, destroy", "1 destroyed", checkpoint),
+    Scenario("a backend's one rank raises, the other asks", "ValueError|rank 1: OSError: left early", leaves_early),
     Scenario("flashinfer 0.6.11", "ValueError|0.6.11 is too old; 0.6.12", too_old),
 )
 
@@ -376,6 +394,7 @@ def worker(rank: int, store: str, out: str) -> None:
     """Run all scenarios; one line of JSON for each in OUT/rank."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     flashinfer_api.TALK_TIMEOUT, base.AGREE_TIMEOUT = TALK, AGREE
+    select.KINDS.pop("symmetric", None)  # it wants CUDA, and would be tried first
     world = World(rank)
     with (Path(out) / str(rank)).open("w") as lines:
         for index, scenario in enumerate(SCENARIOS):

@@ -35,13 +35,19 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as this rank sees it. `nodes`: how many hosts its ranks are on."""
+    """A process group as this rank sees it.
+
+    nodes: how many hosts its ranks are on.
+    attempt: keeps the talks of one attempt to open a backend apart from all others, so that a rank that left one
+        early does not answer its question in the next.
+    """
 
     name: str
     rank: int
     world_size: int
     device: torch.device
     nodes: int = 1
+    attempt: str = ""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -94,13 +100,13 @@ def host() -> str:
 
 
 @functools.cache
-def _rounds(group: str) -> itertools.count[int]:
+def _rounds(group: str, attempt: str) -> itertools.count[int]:
     return itertools.count()
 
 
 def next_prefix(group: Group) -> str:
     """A part of the group's store that nobody has used. The same on all ranks that ask for it equally often."""
-    return f"torchseam/{group.name}/{next(_rounds(group.name))}"
+    return f"torchseam/{group.name}/{group.attempt}/{next(_rounds(group.name, group.attempt))}"
 
 
 def agree(group: Group, answer: Any, timeout: datetime.timedelta | None = None) -> list[Any]:

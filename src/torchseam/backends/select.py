@@ -9,7 +9,9 @@ goes to `collective`, on all ranks alike.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from torchseam.backends import base, collective, flashinfer, local
+from torchseam.backends import base, collective, flashinfer, local, symmetric
 from torchseam.config import BACKENDS
 from torchseam.operands import Operands
 from torchseam.seam import Reduce, Seam
@@ -27,6 +29,7 @@ _log = logging.getLogger("torchseam")
 
 #: By the name that a configuration gives it, every backend but `collective`.
 KINDS: dict[str, base.Kind] = {
+    "symmetric": symmetric.KIND,
     "mnnvl": flashinfer.MNNVL,
     "trtllm": flashinfer.TRTLLM,
 }
@@ -50,8 +53,15 @@ class Row:
 #: The order of `auto`. What is in no row is never chosen unasked: a forced trtllm was 10 to 34 times slower
 #: than unfused where it did not fit (FIELD section 4, 15).
 ORDER: tuple[Row, ...] = (
-    # Counts as soon as KINDS has it. 2 x H200, 2026-11-30: its prototypes beat trtllm at every size but T 128.
-    Row("symmetric", (8, 0), (13, 0), (2, 3, 4, 5, 6, 7, 8), False, "peer-to-peer kernels of our own, FIELD section 1"),
+    Row(
+        "symmetric",
+        (8, 0),
+        (13, 0),
+        (2, 3, 4, 5, 6, 7, 8),
+        False,
+        "2 x H200, 2026-11-30: its prototypes beat trtllm at every size but T 128, and NCCL and Inductor at all; other "
+        "GPUs and world sizes are not measured, and its workspace bounds what it takes there",
+    ),
     Row(
         "mnnvl",
         (10, 0),
@@ -276,7 +286,7 @@ def _open(kind: base.Kind, group: base.Group) -> tuple[base.Backend | None, str 
         return None, why
     backend: base.Backend | None = None
     try:
-        backend = kind.open(group)
+        backend = kind.open(dataclasses.replace(group, attempt=f"{kind.name} {next(_attempts(group.name))}"))
     except base.Unavailable as error:
         why = str(error)
     except Exception as error:
@@ -288,6 +298,11 @@ def _open(kind: base.Kind, group: base.Group) -> tuple[base.Backend | None, str 
     if backend is not None:
         backend.close()
     return None, outcome
+
+
+@functools.cache
+def _attempts(group: str) -> itertools.count[int]:
+    return itertools.count()
 
 
 def _probe(kind: base.Kind, group: base.Group) -> str | None:

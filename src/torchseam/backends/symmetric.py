@@ -67,7 +67,14 @@ def open_on(group: Group) -> Symmetric:
     return made
 
 
-KIND = Kind(NAME, probe, open_on)
+def missing() -> str | None:
+    """What this machine lacks for it on any group, or None (`base.Kind.missing`)."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA GPU"
+    return probe(Group(NAME, 0, 2, torch.device("cuda", torch.cuda.current_device())))
+
+
+KIND = Kind(NAME, probe, open_on, missing)
 
 
 def _check_peers(group: Group) -> None:
