@@ -24,9 +24,10 @@ _log = logging.getLogger("torchseam")
 OLDEST_CAPABILITY = (9, 0)
 #: Below, mnnvl is for one node (issue 6; FlashInfer's multi-node tests are on Blackwell).
 SEVERAL_NODES_SINCE = (10, 0)
-#: Bytes of activations a call may have, by (compute capability major, world size), in trtllm. vLLM's limits for the
-#: same kernels, which it measured (FI_ALLREDUCE_FUSION_MAX_SIZE_MB); the workspace takes 4 * world size times as much.
-TRTLLM_MAX_BYTES = {(9, 2): 64 << 20, (9, 4): 2 << 20, (9, 8): 512 << 10, (10, 2): 64 << 20, (10, 4): 32 << 20}
+#: Bytes of activations a call may have, by (compute capability major, world size), in trtllm. The limits that vLLM
+#: documents for the same kernels (PassConfig.fi_allreduce_fusion_max_size_mb); the one of (9, 2) agrees with what we
+#: measured, the others are not ours. The workspace takes 4 * world size times as much.
+TRTLLM_MAX_BYTES = {(9, 2): 64 << 20, (9, 4): 2 << 20, (10, 2): 64 << 20, (10, 4): 32 << 20}
 OTHER_MAX_BYTES = 1 << 20
 #: In mnnvl, whose workspace takes about 6 times as much.
 MNNVL_MAX_BYTES = 64 << 20
