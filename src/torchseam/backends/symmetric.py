@@ -67,7 +67,14 @@ def open_on(group: Group) -> Symmetric:
     return made
 
 
-KIND = Kind(NAME, probe, open_on)
+def missing() -> str | None:
+    """What this machine lacks for it on any group, or None (`base.Kind.missing`)."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA GPU"
+    return probe(Group(NAME, 0, 2, torch.device("cuda", torch.cuda.current_device())))
+
+
+KIND = Kind(NAME, probe, open_on, missing)
 
 
 def _check_peers(group: Group) -> None:
@@ -130,7 +137,7 @@ class Symmetric(Backend):
 
     def refuses(self, seam: Seam, operands: Operands) -> str | None:
         """`base.Backend.refuses`: the same on all ranks."""
-        from torchseam.kernels import one_shot
+        from torchseam.kernels import rows
 
         x = operands.x
         if not local_backend.has_kernel_for(x, seam.quants):
@@ -139,7 +146,7 @@ class Symmetric(Backend):
         capacity = self._workspace.channel.slot_bytes
         if size > capacity:
             return f"x is {size} bytes; the workspace takes {capacity} a call"
-        return one_shot.unsupported(x)
+        return rows.unsupported(x)
 
     def run(self, seam: Seam, operands: Operands) -> list[Tensor]:
         """`base.Backend.run`."""

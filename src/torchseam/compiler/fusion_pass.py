@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from torchseam.backends import select
+from torchseam.backends import flashinfer_api, select
 from torchseam.compiler import casts
 from torchseam.compiler.dialects.collectives import vllm_groups
 from torchseam.compiler.dialects.views import value
@@ -60,6 +60,7 @@ def _environment() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "torchao": torchao,
+        "flashinfer": flashinfer_api.version(),
         "vllm_groups": sorted(vllm_groups().items()),
         "world_size": world,
         "capability": capability,
@@ -79,7 +80,7 @@ def _describe(seam: Seam, call: Node) -> FusedSeam:
     tokens: Any = 1
     for size in lead:
         tokens = tokens * size
-    backend = select.resolve(seam.reduce.backend) if seam.reduce else "local"
+    backend = select.expected(seam.reduce, val.device) if seam.reduce else "local"
     return FusedSeam(
         seam,
         f"{tokens} x {hidden}",

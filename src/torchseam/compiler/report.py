@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torchseam.backends import select
 from torchseam.seam import Seam
 
 
@@ -204,6 +205,13 @@ def _fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
+def _backend_of(seam: FusedSeam) -> str:
+    """What runs it; where that is chosen at run time, what was chosen."""
+    if seam.backend != "auto" or seam.seam.reduce is None:
+        return seam.backend
+    return select.chosen(seam.seam.reduce.group) or "auto, not run yet"
+
+
 def _place(source: str) -> str:
     """`file.py:12` out of a source line; the code itself is in the JSON."""
     return source.split(" in ")[0].split("/")[-1]
@@ -215,7 +223,7 @@ def _count(number: int, what: str) -> str:
 
 def _row(seam: FusedSeam) -> tuple[str, ...]:
     """What seams of one row of the table share: kind, hidden size, dtype and backend."""
-    return seam.kind, seam.shape.rsplit(" x ", 1)[-1], seam.dtype, seam.backend
+    return seam.kind, seam.shape.rsplit(" x ", 1)[-1], seam.dtype, _backend_of(seam)
 
 
 def render(report: FusionReport) -> Any:
@@ -262,6 +270,8 @@ def render(report: FusionReport) -> Any:
         )
     for name, count in report.gemms.items():
         parts.append(Text(f"{_count(count, 'quantised linear layer')}: {name}"))
+    for group in dict.fromkeys(f.seam.reduce.group for g in report.graphs for f in g.fused if f.seam.reduce):
+        parts += [Text(f"{select.chosen(group)}: {remark}") for remark in select.remarks(group)]
     if report.unreported:
         parts.append(Text(f"{_count(report.unreported, 'graph')} from a compile cache that has no record of the seams"))
     return Group(*parts)

@@ -232,6 +232,11 @@ def report(compiled: Any) -> FusionReport:
 
 
 def reset() -> None:
-    """Forget the shared report of `backend="torchseam"`. For tests and long-lived processes."""
+    """Close every backend, forget which failed, and forget the shared report of `backend="torchseam"`.
+
+    For tests and long-lived processes. Call it on all ranks, and not while a captured CUDA graph may replay: the next
+    seam of each group chooses its backend anew.
+    """
     global _named_backend_report
     _named_backend_report = None
+    select.reset()

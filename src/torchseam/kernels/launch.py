@@ -10,6 +10,8 @@ from torchseam.seam import Quant
 
 #: Bytes of a packet (kernels/packets.py).
 PACKET = 16
+#: Threads of a warp (NVIDIA).
+WARP = 32
 
 #: Elements of a row in each thread, which bounds the registers: 16, and 32 for blocks of 8192 and more. H200,
 #: 2026-11-30, `python benchmarks/local.py --launches`, us for 8, 16 and 32 warps at H = 8192: per-token 66.3, 69.1,

@@ -21,8 +21,9 @@ from triton import knobs
 
 from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
-from torchseam.kernels.epilogue import ABSENT, epilogue, store_padding_row, store_quantized
+from torchseam.kernels.epilogue import ABSENT, epilogue
 from torchseam.kernels.launch import MAX_HIDDEN, Launch
+from torchseam.kernels.stores import store_padding_row, store_quantized
 from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs, empty_quantized, norm_dtype_of
 from torchseam.seam import Norm, Quant, Seam

@@ -25,24 +25,16 @@ from torchseam.kernels import launch as launches
 from torchseam.kernels import local
 from torchseam.kernels.casts import round_to, to_float32
 from torchseam.kernels.channel import UNWATCHED, Channel, Watch, call_number, count_program
-from torchseam.kernels.epilogue import epilogue, store_padding_row, store_quantized
+from torchseam.kernels.epilogue import epilogue
 from torchseam.kernels.launch import PACKET, OneShot
-from torchseam.kernels.packets import (
-    await_packets,
-    await_packets_watched,
-    clear_packets,
-    load_packets,
-    pack_words,
-    payload,
-    store_packets,
-    unpack_words,
-)
+from torchseam.kernels.packets import clear_packets, pack_words, payload, store_packets
+from torchseam.kernels.rows import as_aligned_rows, own_row, sum_in_rank_order
+from torchseam.kernels.stores import store_padding_row, store_quantized
 from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs, norm_dtype_of
 from torchseam.seam import Quant, Seam
 
-#: Programmatic dependent launch.
-_PDL_CAPABILITY = (9, 0)
+_PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 
 
 # Not specialised: what changes from call to call, or each new T could mean a new compilation.
@@ -187,23 +179,14 @@ def one_shot_kernel(
         scale = None
         if HAS_SCALE:
             scale = tl.load(scale_ptr)
-        first_row = zero + first_unit // PARTS
-        own, residual = _own_row(
-            x_ptr,
-            residual_ptr,
-            first_row,
-            columns,
-            lanes < tl.where(first_unit < units, WIDTH, 0),
-            x_stride,
-            residual_stride,
-            RESIDUAL,
-        )
+        first, mask = zero + first_unit // PARTS, lanes < tl.where(first_unit < units, WIDTH, 0)
+        own, residual = own_row(x_ptr, residual_ptr, first, columns, mask, x_stride, residual_stride, RESIDUAL)
         for unit in tl.range(first_unit, units, step):
             row = zero + unit // PARTS
             offsets = half + row * ROW_PACKETS + part * PART_PACKETS + packets
             if not PREFETCH:
-                own, residual = _own_row(x_ptr, residual_ptr, row, columns, inside, x_stride, residual_stride, RESIDUAL)
-            total = _sum_in_rank_order(
+                own, residual = own_row(x_ptr, residual_ptr, row, columns, inside, x_stride, residual_stride, RESIDUAL)
+            total = sum_in_rank_order(
                 to_float32(own),
                 buffer,
                 offsets,
@@ -224,7 +207,7 @@ def one_shot_kernel(
             added = residual
             if PREFETCH:
                 # The next row is on its way while this one is worked on.
-                own, residual = _own_row(
+                own, residual = own_row(
                     x_ptr,
                     residual_ptr,
                     zero + (unit + step) // PARTS,
@@ -298,74 +281,7 @@ def one_shot_kernel(
                 store_padding_row(scales_ptr, zero + row, column_stride, HIDDEN, BLOCK * PARTS, GROUP, LAYOUT)
 
 
-@triton.jit
-def _own_row(x_ptr, residual_ptr, row, columns, mask, x_stride, residual_stride, RESIDUAL: tl.constexpr):
-    """What this GPU holds of a row (int64): x, and the residual or anything where the seam has none."""
-    own = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
-    residual = own
-    if RESIDUAL:
-        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
-    return own, residual
-
-
-@triton.jit
-def _sum_in_rank_order(
-    own,
-    buffer,
-    offsets,
-    slot_packets,
-    sent,
-    call,
-    mailbox,
-    timeout,
-    trap,
-    WORLD: tl.constexpr,
-    RANK: tl.constexpr,
-    dtype: tl.constexpr,
-    N: tl.constexpr,
-    WATCH: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """fp32 sum over the ranks, from rank 0 on; `own` is this rank's term."""
-    # All first reads are under way before the first is waited for.
-    read = ()
-    for slot in tl.static_range(WORLD - 1):
-        words = load_packets(buffer + (slot * slot_packets + offsets) * 4, sent, PTX)
-        read = read + (words,)  # noqa: RUF005  # Triton has no starred expressions
-    if RANK == 0:
-        total = own
-    else:
-        total = tl.zeros_like(own)
-    for slot in tl.static_range(WORLD - 1):
-        if slot == RANK and RANK != 0:
-            total = total + own
-        a, b, c, d = read[slot]
-        pointers = buffer + (slot * slot_packets + offsets) * 4
-        if WATCH:
-            source = slot + 1 if slot >= RANK else slot
-            record = call * 256 + (RANK * 16 + source)
-            a, b, c, d = await_packets_watched(pointers, a, b, c, d, timeout, mailbox, record, trap)
-        else:
-            a, b, c, d = await_packets(pointers, a, b, c, d, sent, PTX)
-        term = to_float32(unpack_words(a, b, c, d, dtype, N))
-        if slot == 0 and RANK != 0:
-            total = term
-        else:
-            total = total + term
-    if RANK == WORLD - 1:
-        total = total + own
-    return total
-
-
 # ---- host -------------------------------------------------------------------------------------
-
-
-def unsupported(x: Tensor) -> str | None:
-    """Why the kernel cannot take rows like those of x [..., H], or None."""
-    row = x.shape[-1] * x.itemsize
-    if row % PACKET:
-        return f"a row is {row} bytes; the ranks exchange packets of {PACKET} bytes"
-    return local.unsupported(x)
 
 
 def run(
@@ -418,7 +334,7 @@ def _launch(
     watch: Watch,
 ) -> None:
     x = operands.x
-    rows = _as_aligned_rows(x)
+    rows = as_aligned_rows(x)
     tokens, hidden = rows.shape
     if tokens == 0:
         return
@@ -477,11 +393,3 @@ def _launch(
             PDL=pdl,
             **choice.options(pdl),
         )
-
-
-def _as_aligned_rows(x: Tensor) -> Tensor:
-    """x [..., H] as rows that begin at multiples of 16 bytes: a view where x allows one, else a copy."""
-    rows = local.as_rows(x)
-    if rows.data_ptr() % PACKET or rows.stride(0) * rows.itemsize % PACKET:
-        rows = rows.contiguous() if not rows.is_contiguous() else rows.clone()
-    return rows
