@@ -90,7 +90,9 @@ def inverse_root(a):
     Two of Newton's steps in fp64 from the GPU's estimate, which has 22 bits: a tenth of the time of an fp64
     root and quotient, and every program waits for it once a row.
     """
-    estimate = tl.rsqrt(a)
+    # The estimate takes subnormal numbers for 0.
+    small = a < 1.1754943508222875e-38
+    estimate = tl.rsqrt(tl.where(small, a * 18446744073709551616.0, a)) * tl.where(small, 4294967296.0, 1.0)
     wide = estimate.to(tl.float64)
     half = a.to(tl.float64) * 0.5
     wide = wide * (1.5 - half * wide * wide)
