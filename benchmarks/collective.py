@@ -10,7 +10,8 @@ Rows are written as they come.
 
 Peers: `nccl+inductor` (torch.distributed, and Inductor max-autotune of the eager rest), `torchseam-collective`
 (torch.distributed, and our local kernel), and `flashinfer-trtllm` (the better of its two algorithms) where
-FlashInfer runs. NVLink multicast is used by none: TORCH_SYMM_MEM_DISABLE_MULTICAST and NCCL_NVLS_ENABLE=0 are set.
+`--flashinfer` names a module that runs it. NVLink multicast is used by none: TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+and NCCL_NVLS_ENABLE=0 are set.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-import importlib.util
+import functools
+import importlib
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -46,6 +49,8 @@ COLUMNS = (
     *("scheme", "hidden", "tokens", "implementation", "microseconds", "limit_microseconds"),
 )
 SCHEMES = {q.scheme: q for q in (Quant("fp8_static"), Quant("fp8_token"), Quant("fp8_group"), Quant("nvfp4"))}
+#: Its NVFP4 needs compute capability 10.0.
+FLASHINFER_SCHEMES = ("fp8_static", "fp8_token", "fp8_group")
 PEERS = ("nccl+inductor", "torchseam-collective", "flashinfer-trtllm")
 CALLS_PER_GRAPH, REPLAYS, WARM_REPLAYS = 30, 20, 4
 #: Bytes of inputs to rotate over: three times the L2 cache of an H200 (60 MB).
@@ -170,13 +175,28 @@ def implementations(
         yield "nccl+inductor", nccl
     if "torchseam-collective" in peers:
         yield "torchseam-collective", lambda o: collective.run(seam, o)
-    if "flashinfer-trtllm" in peers and importlib.util.find_spec("flashinfer_peer"):
-        import flashinfer_peer
+    scheme = seam.quants[0].scheme
+    if "flashinfer-trtllm" in peers and scheme in FLASHINFER_SCHEMES:
+        peer = _flashinfer()
+        for first in (True, False):
+            if peer is not None and peer.can(tokens, hidden, first):
+                yield (
+                    "flashinfer-trtllm",
+                    lambda o, first=first: peer.allreduce_fusion(
+                        o.x, o.residual, o.weight, EPS, *(o.scales or (None,)), scheme, one_shot=first
+                    ),
+                )
 
-        peer = flashinfer_peer.open(bench.group, hidden, EPS)
-        for one_shot_first in (True, False):
-            if peer.takes(seam.quants[0].scheme, tokens, one_shot_first):
-                yield "flashinfer-trtllm", lambda o, first=one_shot_first: peer.run(seam.quants[0].scheme, o, first)
+
+@functools.cache
+def _flashinfer() -> Any:
+    """The peer that `--flashinfer` names, with a workspace for the largest shape, or None."""
+    if not _flashinfer_module:
+        return None
+    return importlib.import_module(_flashinfer_module[0]).Peer(max_tokens=4096, hidden=8192)
+
+
+_flashinfer_module: list[str] = []
 
 
 def main() -> None:
@@ -186,7 +206,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,4096")
     parser.add_argument("--schemes", default="fp8_static")
     parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--flashinfer", help="module with `Peer`, a wrapper around FlashInfer's trtllm kernels")
     given = parser.parse_args()
+    _flashinfer_module.extend([given.flashinfer] if given.flashinfer else [])
     bench = Bench()
     group = bench.group
     backend = symmetric.open_on(group)
