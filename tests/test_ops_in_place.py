@@ -12,7 +12,8 @@ import cases
 from blocks import same_bits
 from pretend_group import pretend_group
 from torchseam import ops
-from torchseam.backends import select
+from torchseam.backends import collective, select
+from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -132,3 +133,28 @@ def test_an_overload_for_another_number_of_tensors_is_refused():
     seam, given = case_of("residual")
     with pytest.raises(ValueError, match=r"returns 4 tensors beside what it overwrites; this overload 2"):
         torch.ops.torchseam.seam_.x_residual_2(*cases.positional(seam, given))
+
+
+def test_only_collective_may_write_the_sum_into_x(monkeypatch):
+    """The others may still be sending x when the sum of a row is there."""
+    seam, given = case_of("residual")
+    seen: list[Operands] = []
+
+    class Recorder:
+        name = "recorder"
+
+        def refuses(self, seam, operands):
+            return None
+
+        def run(self, seam, operands):
+            seen.append(operands)
+            return collective.run(seam, operands)
+
+    want, found = expected(seam, given, ("x", "residual"))
+    key = (seam.reduce.group, seam.reduce.backend, given["x"].device)
+    monkeypatch.setitem(select._choices, key, select._Choice(Recorder()))
+    got = call(seam, given, ("x", "residual"))
+    (operands,) = seen
+    assert operands.reduced_out is None and operands.residual_out is given["residual"]
+    assert all(map(same_bits, got, want))
+    assert all(same_bits(given[name], value) for name, value in found.items())

@@ -18,7 +18,7 @@ class Operands:
     reduced_out, residual_out: contiguous, as x: where the sum over the ranks and what the norm reads may be put. The
         operator gives x itself and the residual itself where nobody reads them afterwards, else None. What runs the
         seam may then overwrite them in any way, and returns as an output the very tensor in which it has put it. It
-        need not: the operator copies an output that was returned elsewhere.
+        need not: the operator copies an output that was returned elsewhere. Only `collective` is given `reduced_out`.
     """
 
     x: Tensor

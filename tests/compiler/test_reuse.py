@@ -11,13 +11,15 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 
 import torchseam
 from blocks import HIDDEN, GemmaNorm, LlamaNorm, same_bits
 from graphs import run_fused, seam_calls
 from pretend_group import pretend_group
 from torchseam import Quant, SeamConfig, ops
-from torchseam.seam import Seam
+from torchseam.compiler import reuse
+from torchseam.seam import Reduce, Seam
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_dynamo")
 
@@ -301,3 +303,21 @@ def test_only_what_the_pass_put_in_is_changed(reduce):
         run_fused(forward, rows(0), rows(1))
     (call,) = seam_calls(graphs[0])
     assert call.target is torch.ops.torchseam.seam.default
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "outputs", "overwritten"),
+    [
+        ("cpu", "auto", ("reduced", "norm"), True),
+        ("cuda", "auto", ("reduced", "norm"), False),
+        ("cuda", "auto", ("norm",), True),
+        ("cuda", "collective", ("reduced", "norm"), True),
+    ],
+)
+def test_where_other_backends_may_run_a_sum_that_is_read_is_not_made_in_x(device, backend, outputs, overwritten):
+    graph = torch.fx.Graph()
+    call = graph.call_function(torch.ops.torchseam.seam.default, (graph.placeholder("x"),))
+    with FakeTensorMode():
+        call.args[0].meta["val"] = torch.empty(2, HIDDEN, device=device)
+    seam = Seam(torchseam.Norm(1e-6), reduce=Reduce("group", backend), outputs=outputs)
+    assert reuse._sums_in_x(seam, call) is overwritten

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchseam import reference
 from torchseam.kernels import local
 from torchseam.operands import Operands
-from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS, Norm, Quant, Seam
+from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS, SCALE_ROUNDINGS, SCALE_RULES, Norm, Quant, Seam
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Those that models have, and the float32 neighbours of 1e-5 and 1e-6 that graphs carry (FIELD 4.16).
@@ -77,13 +77,22 @@ class Inputs:
 
 
 def quantizers() -> list[Quant]:
-    """Every scheme x group size x scale dtype x layout x rule."""
+    """Every scheme x group size x scale dtype x layout x rule; every way to make a scale x rule x scale dtype."""
     found = []
     for scheme, dtypes in SCALE_DTYPES.items():
         sizes = (128, 64) if scheme == "fp8_group" else (None,)
         for size, dtype, layout, rule in itertools.product(sizes, dtypes, SCALE_LAYOUTS[scheme], RULES):
             with contextlib.suppress(ValueError):  # a rule that the scheme has not
                 found.append(Quant(scheme, size, dtype, layout, rule))
+    sizes, layouts = itertools.cycle((128, 64)), itertools.cycle(SCALE_LAYOUTS["fp8_group"])
+    for how in itertools.product(("divide", "reciprocal"), SCALE_RULES, SCALE_ROUNDINGS):
+        if how[1:] == ("divide", "none"):  # those are above
+            continue
+        rule, scale_rule, rounding = how
+        found.append(Quant("fp8_token", rule=rule, scale_rule=scale_rule, scale_rounding=rounding))
+        for dtype in SCALE_DTYPES["fp8_group"]:
+            how_laid_out = (next(sizes), dtype, next(layouts))
+            found.append(Quant("fp8_group", *how_laid_out, rule, scale_rule=scale_rule, scale_rounding=rounding))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torchseam import reference
 from torchseam.backends import local
 from torchseam.operands import Operands
-from torchseam.seam import Norm, Quant, Seam
+from torchseam.seam import SCALE_ROUNDINGS, SCALE_RULES, SCHEMES, Norm, Quant, Seam
 
 SEAM = Seam(norm=Norm(1e-6), outputs=("norm",))
 
@@ -60,6 +61,32 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference_with_one_warning(monkey
     assert [r.getMessage() for r in caplog.records if "40000" in r.getMessage()] == [
         "the hidden size is 40000: seams run unfused, as plain torch operators"
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stranger(Quant):
+    """A recipe with an attribute that no kernel knows."""
+
+    twist: str = "none"
+
+
+def test_a_recipe_that_the_kernel_lacks_goes_to_the_reference(monkeypatch, reference_is_named):
+    monkeypatch.setattr(local, "_triton_kernel", lambda: kernel(None))
+    assert local.quantize(CudaLooking(), Stranger("fp8_token"), None) == ["kernel"]
+    assert local.quantize(CudaLooking(), Stranger("fp8_token", twist="left"), None) == ["reference"]
+    assert local.unsupported_recipe(Stranger("nvfp4", twist="left")) == "the GPU kernel has no twist 'left'"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_kernel_has_every_attribute_of_every_scheme(scheme):
+    assert local.unsupported_recipe(Quant(scheme)) is None
+
+
+@pytest.mark.parametrize("rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_the_kernel_makes_scales_in_every_way(rule, rounding):
+    for scheme in ("fp8_token", "fp8_group"):
+        assert local.unsupported_recipe(Quant(scheme, scale_rule=rule, scale_rounding=rounding)) is None
 
 
 def test_a_triton_that_cannot_be_imported_is_remembered(monkeypatch, caplog):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchseam import reference
 from torchseam.kernels import launch, local
-from torchseam.seam import Norm, Quant, Seam
+from torchseam.seam import SCALE_ROUNDINGS, SCALE_RULES, Norm, Quant, Seam
 
 TABLE = kernel_cases.cases()
 ALL_OUT = ("residual", "norm")
@@ -113,7 +113,7 @@ def test_strides_and_leading_dims_are_honoured(name):
 def test_rows_are_viewed_without_a_copy():
     x = torch.randn(2, 3, 1280)
     for view in (x, x[..., :640], x[0]):
-        assert local._as_rows(view).data_ptr() == view.data_ptr()
+        assert local.as_rows(view).data_ptr() == view.data_ptr()
 
 
 @pytest.mark.parametrize("outputs", [(), ("norm",), ALL_OUT])
@@ -126,12 +126,31 @@ def test_several_quantisers_read_the_same_norm(outputs, weight_dtype):
         assert same(got, wanted)
 
 
+@pytest.mark.parametrize("how", [("divide", "none"), ("reciprocal", "activation")], ids="-".join)
 @pytest.mark.parametrize("floor", [0.0, 1e-3, 1e-40])
 @pytest.mark.parametrize("scheme", ["fp8_token", "fp8_group"])
-def test_the_scale_floor_is_the_recipes(scheme, floor):
-    quant = Quant(scheme, scale_floor=floor)
+def test_the_scale_floor_is_the_recipes(scheme, floor, how):
+    quant = Quant(scheme, scale_floor=floor, scale_rule=how[0], scale_rounding=how[1])
     y = torch.cat([torch.zeros(1, 256), torch.randn(2, 256) * torch.tensor([[1e-4], [1.0]])])
     for got, wanted in zip(local.quantize(y, quant, None), reference.quantize(y, quant), strict=True):
+        assert same(got, wanted)
+
+
+@pytest.mark.parametrize("rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("dtype", kernel_cases.DTYPES)
+def test_scales_are_made_as_the_format_makes_them_for_every_amax(dtype, rule, rounding):
+    """One row an amax: all 32,768 positive bf16 or fp16 values, inf and NaN among them; random ones for fp32."""
+    if dtype == torch.float32:
+        amax = torch.randn(32768, generator=torch.Generator().manual_seed(0)) * 1e3
+    else:
+        amax = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    y = torch.zeros(512, 4096, dtype=dtype).view(512, 64, 64)
+    y[:, :, 17] = amax.view(512, 64)
+    quant = Quant("fp8_group", 64, scale_rule=rule, scale_rounding=rounding)
+    for got, wanted in zip(
+        local.quantize(y.view(512, 4096), quant, None), reference.quantize(y.view(512, 4096), quant), strict=True
+    ):
         assert same(got, wanted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from types import ModuleType
@@ -9,14 +10,24 @@ from types import ModuleType
 from torch import Tensor
 
 from torchseam import reference
+from torchseam.backends import flashinfer_local
 from torchseam.operands import Operands
 from torchseam.seam import Quant, Seam
 
 _log = logging.getLogger(__name__)
 
+#: What of a `Quant` the kernels implement, with every value that it can have. An attribute that is added to `Quant`
+#: stays the reference's, wherever it is not its default, until it is added here as well.
+_SCHEMES = ("fp8_static", "fp8_token", "fp8_group", "nvfp4")
+_ATTRIBUTES = frozenset(
+    ("scheme", "group_size", "scale_dtype", "scale_layout", "rule", "scale_floor", "scale_rule", "scale_rounding")
+)
+
 
 def run(seam: Seam, operands: Operands) -> list[Tensor]:
     """A seam that reduces nothing."""
+    if flashinfer_local.allowed() and flashinfer_local.takes(seam, operands):
+        return flashinfer_local.run(seam, operands)
     kernel = _kernel_for(operands.x, seam.quants)
     if kernel is None:
         return reference.run(seam, operands)
@@ -31,12 +42,29 @@ def quantize(y: Tensor, quant: Quant, scale: Tensor | None) -> list[Tensor]:
     return kernel.quantize(y, quant, scale)
 
 
+def has_kernel_for(x: Tensor, quants: tuple[Quant, ...]) -> bool:
+    """Whether a Triton kernel runs rows like those of x [..., H] with these quantisers."""
+    return _kernel_for(x, quants) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def unsupported_recipe(quant: Quant) -> str | None:
+    """What of a recipe the GPU kernels lack, or None. The only place that refuses one."""
+    if quant.scheme not in _SCHEMES:
+        return f"the GPU kernel has no scheme {quant.scheme!r}"
+    for field in dataclasses.fields(quant):
+        value = getattr(quant, field.name)
+        if field.name not in _ATTRIBUTES and value != field.default:
+            return f"the GPU kernel has no {field.name} {value!r}"
+    return None
+
+
 def _kernel_for(x: Tensor, quants: tuple[Quant, ...]) -> ModuleType | None:
     """The kernel that takes rows like x's, or None: the reference runs."""
     if not x.is_cuda:
         return None
-    if any((q.scale_rule, q.scale_rounding) != ("divide", "none") for q in quants):
-        _warn_once("the kernel makes scales by fp32 division only")
+    for lacking in filter(None, map(unsupported_recipe, quants)):
+        _warn_once(lacking)
         return None
     kernel = _triton_kernel()
     if kernel is None:

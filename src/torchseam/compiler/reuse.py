@@ -135,11 +135,20 @@ def reuse(graph: Graph, calls: dict[Node, Seam]) -> dict[Node, Node]:
         if fallback_node_due_to_unsupported_type(call, allow_cpu_inputs=False):
             continue
         given = dict(zip(_ARGUMENTS, call.args, strict=True))
-        wanted = {"x": seam.reduce is not None, "residual": "residual" in seam.outputs}
+        wanted = {"x": _sums_in_x(seam, call), "residual": "residual" in seam.outputs}
         free = [name for name, wants in wanted.items() if wants and _is_free(given[name], call, memory)]
         if free and ops.returned_beside(seam, free) <= ops.MAX_RETURNED:
             changed[call] = _overwrite(graph, call, seam, free, memory)
     return changed
+
+
+def _sums_in_x(seam: Seam, call: Node) -> bool:
+    """Whether x may be overwritten as far as values go: by `collective` always, by the others as long as nobody reads
+    the sum. They send x to other GPUs while they write the sum, which must then be somewhere else."""
+    if seam.reduce is None:
+        return False
+    only_collective = seam.reduce.backend == "collective" or value(call.args[0]).device.type != "cuda"
+    return only_collective or "reduced" not in seam.outputs
 
 
 def _overwrite(graph: Graph, call: Node, seam: Seam, free: list[str], memory: _Memory) -> Node:

@@ -39,13 +39,22 @@ def to_float32(x):
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr):
-    """fp32 -> bf16, fp16 or fp32, to nearest, ties to even; NaN stays NaN."""
+def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr = False):
+    """fp32 -> bf16, fp16 or fp32, to nearest, ties to even; NaN stays NaN. NATIVE: see `to_e4m3_native`."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, _NAN >> 16, rounded)
         narrow = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif NATIVE and dtype == tl.bfloat16:
+        # Two at once: one at a time, the GPU converts at a quarter of the rate.
+        narrow = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif NATIVE and dtype == tl.float16:
+        narrow = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
     else:
         narrow = x.to(dtype)
     return narrow

@@ -21,8 +21,9 @@ from triton import knobs
 
 from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
-from torchseam.kernels.epilogue import ABSENT, epilogue, store_padding_row, store_quantized
+from torchseam.kernels.epilogue import ABSENT, epilogue
 from torchseam.kernels.launch import MAX_HIDDEN, Launch
+from torchseam.kernels.stores import store_padding_row, store_quantized
 from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs, empty_quantized, norm_dtype_of
 from torchseam.seam import Norm, Quant, Seam
@@ -65,6 +66,8 @@ def local_kernel(
     RULE: tl.constexpr,
     GROUP: tl.constexpr,
     FLOOR: tl.constexpr,
+    SCALE_RULE: tl.constexpr,
+    SCALE_ROUNDING: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_RESIDUAL_OUT: tl.constexpr,
@@ -102,6 +105,10 @@ def local_kernel(
         inner_weight,
         weight,
         scale,
+        None,
+        0,
+        0,
+        HIDDEN,
         HIDDEN,
         BLOCK,
         RESIDUAL,
@@ -115,8 +122,13 @@ def local_kernel(
         RULE,
         GROUP,
         FLOOR,
+        SCALE_RULE,
+        SCALE_ROUNDING,
         SCALE_DTYPE,
         NATIVE,
+        1,
+        0,
+        False,
     )
 
     if HAS_RESIDUAL_OUT:
@@ -124,7 +136,21 @@ def local_kernel(
     if HAS_NORM_OUT:
         tl.store(norm_out_ptr + row * HIDDEN + columns, y, mask=inside)
     if SCHEME != "absent":
-        store_quantized(codes_ptr, scales_ptr, codes, scales, row, column_stride, HIDDEN, BLOCK, SCHEME, GROUP, LAYOUT)
+        store_quantized(
+            codes_ptr,
+            scales_ptr,
+            codes,
+            scales,
+            row,
+            0,
+            column_stride,
+            HIDDEN,
+            HIDDEN,
+            BLOCK,
+            SCHEME,
+            GROUP,
+            LAYOUT,
+        )
 
 
 # ---- host -------------------------------------------------------------------------------------
@@ -168,28 +194,28 @@ def run(seam: Seam, operands: Operands, *, launch: Launch | None = None) -> list
         next(given) if first is not None and first.takes_scale else None,
         values.get("residual"),
         norm_out,
-        _take(quantized, first),
+        take(quantized, first),
     )
     for quant in others:
         assert norm_out is not None
         scale = next(given) if quant.takes_scale else None
-        _launch_quantizer(launch, norm_out, quant, scale, _take(quantized, quant))
+        launch_quantizer(launch, norm_out, quant, scale, take(quantized, quant))
     return outputs
 
 
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None, *, launch: Launch | None = None) -> list[Tensor]:
     """`reference.quantize` by one launch, the same bits. Arguments as `torchseam.ops.quantize` validated them."""
     outputs = empty_quantized(y, quant)
-    _launch_quantizer(launch, y, quant, scale, outputs)
+    launch_quantizer(launch, y, quant, scale, outputs)
     return outputs
 
 
-def _take(quantized: Any, quant: Quant | None) -> list[Tensor]:
+def take(quantized: Any, quant: Quant | None) -> list[Tensor]:
     """The next [codes] or [codes, scales] of `quant`."""
     return [] if quant is None else [next(quantized) for _ in range(1 + quant.emits_scale)]
 
 
-def _launch_quantizer(
+def launch_quantizer(
     launch: Launch | None, y: Tensor, quant: Quant, scale: Tensor | None, quantized: list[Tensor]
 ) -> None:
     _launch(launch, None, None, quant, Operands(y), scale, None, None, quantized)
@@ -207,17 +233,17 @@ def _launch(
     quantized: list[Tensor],
 ) -> None:
     x, residual = operands.x, operands.residual
-    rows = _as_rows(x)
+    rows = as_rows(x)
     tokens, hidden = rows.shape
     if tokens == 0:
         return
     if scale is not None:
         scale = fp8.one_float32("the scale", scale, x)
-    residual_rows = None if residual is None else _as_rows(residual)
-    codes, scales = (*map(_as_stored, quantized), None, None)[:2]
+    residual_rows = None if residual is None else as_rows(residual)
+    codes, scales = (*map(as_stored, quantized), None, None)[:2]
     choice = launch or launches.choose(hidden)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        local_kernel[(_grid(tokens, quant, scales),)](
+        local_kernel[(grid(tokens, quant, scales),)](
             rows,
             residual_rows,
             None if operands.inner_weight is None else operands.inner_weight.contiguous(),
@@ -234,16 +260,23 @@ def _launch(
             **attributes(hidden, inner_norm, norm, quant, residual is not None),
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
-            NATIVE=x.is_cuda and _converts_natively(x.device.index),
+            NATIVE=converts_natively(x),
             **choice.options(),
         )
 
 
+def converts_natively(x: Tensor) -> bool:
+    """Whether x is on an NVIDIA GPU with the conversion to e4m3 (and the kernel is not interpreted)."""
+    return speaks_ptx(x) and _converts_natively(x.device.index)
+
+
+def speaks_ptx(x: Tensor) -> bool:
+    """Whether a kernel for x is compiled for an NVIDIA GPU."""
+    return x.is_cuda and torch.version.hip is None and not knobs.runtime.interpret
+
+
 @functools.cache
 def _converts_natively(device: int) -> bool:
-    """Whether a CUDA device is an NVIDIA GPU with the conversion to e4m3 (not under the interpreter)."""
-    if torch.version.hip is not None or knobs.runtime.interpret:
-        return False
     return torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
 
 
@@ -270,24 +303,26 @@ def attributes(
         "RULE": quant.rule if quant else ABSENT,
         "GROUP": group,
         "FLOOR": quant.scale_floor if quant else 0.0,
+        "SCALE_RULE": quant.scale_rule if quant else ABSENT,
+        "SCALE_ROUNDING": quant.scale_rounding if quant else ABSENT,
         "SCALE_DTYPE": quant.scale_dtype if quant else ABSENT,
         "LAYOUT": quant.scale_layout if quant else ABSENT,
         "HAS_SCALE": quant is not None and quant.takes_scale,
     }
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """x [..., H] as [T, H] with a contiguous last dim: a view where strides allow one, else a copy."""
     rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
+def as_stored(tensor: Tensor) -> Tensor:
     """One-byte floats as bytes: what the kernel stores are codes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _grid(tokens: int, quant: Quant | None, scales: Tensor | None) -> int:
+def grid(tokens: int, quant: Quant | None, scales: Tensor | None) -> int:
     """Programs: one a token, and one for each padding row of the scales' layout."""
     if quant is None or scales is None:
         return tokens
