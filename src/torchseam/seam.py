@@ -232,9 +232,13 @@ class Seam:
         object.__setattr__(self, "_json", self._as_json())
 
     def local(self) -> Seam:
-        """The same seam without its collective: what runs once the sum is there."""
-        outputs = tuple(o for o in self.outputs if o != "reduced")
-        return dataclasses.replace(self, reduce=None, outputs=outputs)
+        """The same seam without its collective: what runs once the sum is there. Made once: every call asks for it."""
+        made: Seam | None = self.__dict__.get("_local")
+        if made is None:
+            outputs = tuple(o for o in self.outputs if o != "reduced")
+            made = dataclasses.replace(self, reduce=None, outputs=outputs)
+            object.__setattr__(self, "_local", made)
+        return made
 
     def describe(self) -> str:
         """For people: `all_reduce + residual + rms_norm + fp8_static`."""

@@ -7,8 +7,6 @@ library's algorithm and not the rank order of DESIGN section 4, rule 1 (which ho
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +26,9 @@ def run(seam: Seam, operands: Operands) -> list[Tensor]:
     if reduced.numel():
         group = _resolve_process_group(seam.reduce.group)  # type: ignore[arg-type]
         dist.all_reduce(reduced, group=group)
-    outputs = local.run(seam.local(), dataclasses.replace(operands, x=reduced, reduced_out=None))
+    weights = operands.inner_weight, operands.weight
+    rest = Operands(reduced, operands.residual, *weights, operands.scales, residual_out=operands.residual_out)
+    outputs = local.run(seam.local(), rest)
     return [reduced, *outputs] if "reduced" in seam.outputs else outputs
 
 
