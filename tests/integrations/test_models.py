@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -190,6 +191,57 @@ def test_compare_shows_a_nan_wherever_it_is():
     sound, broken = [0.0, 1.0], [0.0, math.nan]
     for steps in ([sound, broken], [broken, sound]):
         assert math.isnan(run.compare(generation(*steps), generation(sound, sound)).max_logit_diff)
+
+
+# ---- docs/models.md -----------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+UPDATE_VARIABLE = "TORCHSEAM_UPDATE_GOLDEN"
+
+INTRODUCTION = f"""# Models from Hugging Face configurations
+
+What a person counts in the code of a model, and what the pass finds in it, for configurations of transformers at a
+tiny size: {LAYERS} layers, random weights, static FP8, compiled whole. The prompt's graph and that of every later token
+hold the same seams. The logits equal those of the same shards in eager to the last bit.
+
+`tests/integrations/test_models.py` runs them all: it fails when the pass finds another number, or kind, than is counted
+here, or leaves anything unfused. This page is written from its tables
+(`{UPDATE_VARIABLE}=1 python -m pytest tests/integrations/test_models.py -k page`), and a test fails when it is stale.
+
+| model | ranks | layers | seams a person counts | seams found | not fused | norms that are no seam |
+|---|---|---|---|---|---|---|
+"""
+
+
+def model_page() -> str:
+    """docs/models.md. What is found equals what is counted, and nothing is left: `check` asserts both."""
+    tables = [(name, 2, expected) for name, expected in SHARDED.items()]
+    tables += [(name, 1, expected) for name, expected in WHOLE.items()]
+    rows = []
+    for name, ranks, expected in tables:
+        count = sum(expected.seams.values())
+        rows.append(f"| `{name}` | {ranks} | {LAYERS} | {count} | {count} | 0 | {expected.exact_norms} |\n")
+    kinds = ["\nBy kind, in one graph:\n\n| model | seam | times |\n|---|---|---|\n"]
+    kinds += [f"| `{name}` | {kind} | {n} |\n" for name, _, expected in tables for kind, n in expected.seams.items()]
+    return INTRODUCTION + "".join(rows) + COUNTING + "".join(kinds)
+
+
+COUNTING = """
+How they are counted. In Llama's order (`llama`, `qwen3`, `mistral`, `phi3`) each layer sums over the ranks after o_proj
+and after down_proj; residual and norm follow each sum, and what reads the norm is quantised, but for the last norm,
+which lm_head reads. The first layer's input norm has no sum before it. Gemma 2 and 3 have one more norm between the sum
+and the residual, and are counted alike. q, k and v share one quantiser, gate and up another. On one rank there is no
+sum, so the last norm is no seam. OLMo 2 normalises the outputs of attention and MLP before it adds them and quantises
+the residual stream itself: on one rank none of its norms has a sum before or a quantiser after it. Norms of queries and
+keys (`qwen3`, `gemma3_text`, `olmo2`) are no seams: nothing before or after them could fuse.
+"""
+
+
+def test_the_page_of_models_is_what_these_tests_hold():
+    if os.environ.get(UPDATE_VARIABLE) == "1":
+        PAGE.write_text(model_page())
+    assert PAGE.exists(), f"no page; write it with {UPDATE_VARIABLE}=1"
+    assert PAGE.read_text() == model_page(), f"{PAGE.name} is stale; write it with {UPDATE_VARIABLE}=1"
 
 
 def test_every_architecture_is_in_one_of_the_tables():
