@@ -110,6 +110,20 @@ class GraphReport:
     frame: str = ""
 
 
+@dataclass(frozen=True)
+class GroupBackend:
+    """What sums the seams of one process group, as far as this process knows when it is asked.
+
+    configured: the name in `SeamConfig.backend`. chosen: what the ranks came to, None before the first seam has run.
+    elsewhere: which calls went to `collective` instead, or only in part into `chosen`, and why: their sizes, say.
+    """
+
+    group: str
+    configured: str
+    chosen: str | None
+    elsewhere: tuple[str, ...]
+
+
 @dataclass
 class FusionReport:
     """All compilations of the graphs of one compiled model, in their order.
@@ -150,6 +164,15 @@ class FusionReport:
         """How often each kind of seam was fused."""
         return Counter(f.kind for g in self.distinct for f in g.fused)
 
+    def backends(self) -> list[GroupBackend]:
+        """What sums the seams of each process group. The choice is made at run time, call by call (docs/design.md)."""
+        reduces = (f.seam.reduce for g in self.graphs for f in g.fused)
+        pairs = dict.fromkeys((r.group, r.backend) for r in reduces if r is not None)
+        return [
+            GroupBackend(group, configured, select.chosen(group), tuple(select.remarks(group)))
+            for group, configured in pairs
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "fused": self.fused,
@@ -157,6 +180,7 @@ class FusionReport:
             "unreported": self.unreported,
             "kinds": dict(self.kinds()),
             "gemms": dict(self.gemms),
+            "backends": [dataclasses.asdict(b) for b in self.backends()],
             "graphs": [graph_to_dict(g) for g in self.graphs],
         }
 
@@ -270,8 +294,8 @@ def render(report: FusionReport) -> Any:
         )
     for name, count in report.gemms.items():
         parts.append(Text(f"{_count(count, 'quantised linear layer')}: {name}"))
-    for group in dict.fromkeys(f.seam.reduce.group for g in report.graphs for f in g.fused if f.seam.reduce):
-        parts += [Text(f"{select.chosen(group)}: {remark}") for remark in select.remarks(group)]
+    for known in report.backends():
+        parts += [Text(f"{known.chosen}: {remark}") for remark in known.elsewhere]
     if report.unreported:
         parts.append(Text(f"{_count(report.unreported, 'graph')} from a compile cache that has no record of the seams"))
     return Group(*parts)
