@@ -4,7 +4,7 @@ over it and run the result, without Inductor's code generation: milliseconds a g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,12 +23,16 @@ FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 
 @dataclass
 class Captured:
-    """What `run_fused` saw: the report of each graph, the graphs' text before and after, the results."""
+    """What `run_fused` saw: the report of each graph, the graphs' text before and after, the results.
+
+    wrapped: operators of others that the pass left in a functionalisation wrapper, over all graphs.
+    """
 
     reports: list[GraphReport]
     before: list[str]
     after: list[str]
     results: Any
+    wrapped: list[str] = field(default_factory=list)
 
     @property
     def report(self) -> GraphReport:
@@ -49,12 +53,20 @@ def _in_place(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in wrapped if str(node.args[0]).startswith("torchseam.seam_.")]
 
 
+def wrapped_by_others(graph: torch.fx.Graph) -> list[str]:
+    """The operators in functionalisation wrappers (of either version) that are not our own `seam_`."""
+    wrappers = (torch.ops.higher_order.auto_functionalized, FUNCTIONALIZED)
+    nodes = [node for target in wrappers for node in graph.find_nodes(op="call_function", target=target)]
+    return [str(node.args[0]) for node in nodes if node not in _in_place(graph)]
+
+
 def take_apart(graph: torch.fx.Graph) -> None:
     """What Inductor does next with the operators that mutate: run in place where it finds that safe, else on a copy."""
     reinplace_inplaceable_ops_core(graph)
     for call in _in_place(graph):
         assert call.meta["only_clone_these_tensors"] == [], f"Inductor would copy for {call}"
     decompose_auto_functionalized(graph)
+    assert "auto_functionalized" not in str(graph), "a wrapper is left"
 
 
 def run_fused(function: Callable[..., Any], *args: Any, config: SeamConfig | None = None, **how: Any) -> Captured:
@@ -67,6 +79,7 @@ def run_fused(function: Callable[..., Any], *args: Any, config: SeamConfig | Non
         captured.reports.append(run_pass(gm.graph, config or SeamConfig()))
         gm.recompile()
         captured.after.append(str(gm.graph))
+        captured.wrapped += wrapped_by_others(gm.graph)
         again = run_pass(gm.graph, config or SeamConfig())
         assert not again.fused, f"a second run of the pass fused more: {again.fused}"
         take_apart(gm.graph)
@@ -97,7 +110,7 @@ def trace_fused(module: torch.nn.Module, *args: torch.Tensor, config: SeamConfig
         gm.graph.eliminate_dead_code()
         before = str(gm.graph)
         report = run_pass(gm.graph, config or SeamConfig())
-        after = str(gm.graph)
+        after, wrapped = str(gm.graph), wrapped_by_others(gm.graph)
         take_apart(gm.graph)
         gm.recompile()
-        return Captured([report], [before], [after], gm(state, *args))
+        return Captured([report], [before], [after], gm(state, *args), wrapped)
