@@ -347,7 +347,7 @@ def _launch(
     width = hidden // choice.parts
     attributes = local.attributes(hidden, seam.inner_norm, seam.norm, quant, seam.residual)
     ptx = local.speaks_ptx(x)
-    pdl = ptx and choice.launch_pdl and torch.cuda.get_device_capability(x.device) >= _PDL_CAPABILITY
+    pdl = ptx and choice.launch_pdl and local.capability(x.device.index) >= _PDL_CAPABILITY
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         one_shot_kernel[(programs,)](
             rows,
