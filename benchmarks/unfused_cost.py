@@ -3,12 +3,13 @@
 Above the size that a fused backend takes, and wherever there is none, a seam is torch.distributed's all_reduce and one
 local operator. This prints, for a block of matrix product, all_reduce, residual, norm and static FP8:
 
-    unfused, torchseam   us a call of the compiled block, median of many, taken in turn; and their ratio
+    unfused, torchseam   us a call of the compiled block, median of many, taken in turn; and their ratio. On a GPU the
+                         calls are replays of CUDA graphs, as engines run them; `eager` has those without a graph
     operator             us of host time of the operator itself (dispatch, validation, choice), with its work left out
     functional           us of host time of the collective that Inductor would call, all_reduce_ and wait_tensor
 
-On a GPU the host runs ahead: its time shows only while the kernels are shorter than it, and under a CUDA graph not at
-all. On a CPU the operator's work is the reference, plain aten operators, so there the ratio is about those.
+Without a graph a GPU's host runs ahead: its time shows only while the kernels are shorter than it. On a CPU the
+operator's work is the reference, plain aten operators, so there the ratio is about those.
 
     python benchmarks/unfused_cost.py [--tokens 1 64 1024] [--hidden 1024]
     torchrun --nproc-per-node 2 benchmarks/unfused_cost.py
@@ -52,6 +53,7 @@ class Row:
     fused: float
     operator: float
     functional: float
+    eager: tuple[float, float] | None = None
 
     @property
     def ratio(self) -> float:
@@ -100,6 +102,19 @@ def medians(functions: Sequence[Callable[[], Any]], device: torch.device) -> lis
     return [statistics.median(taken) for taken in times]
 
 
+def replay(function: Callable[[], Any]) -> Callable[[], Any]:
+    """What replays a CUDA graph of one call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -114,7 +129,12 @@ def measure(tokens: int, hidden: int, device: torch.device) -> Row:
     x, stream = (torch.randn(tokens, hidden, device=device).bfloat16() for _ in range(2))
     plain = torch.compile(block)
     fused = torchseam.compile(block, config=SeamConfig(backend="collective"))
-    unfused_time, fused_time = medians([lambda: plain(x, stream), lambda: fused(x, stream)], device)
+    blocks: list[Callable[[], Any]] = [lambda: plain(x, stream), lambda: fused(x, stream)]
+    unfused_time, fused_time = medians(blocks, device)
+    eager = None
+    if device.type == "cuda":
+        eager = unfused_time, fused_time
+        unfused_time, fused_time = medians([replay(function) for function in blocks], device)
     report = torchseam.report(fused)
     assert (report.fused, report.not_fused) == (1, 0), str(report)
 
@@ -130,16 +150,18 @@ def measure(tokens: int, hidden: int, device: torch.device) -> Row:
     (functional_time,) = medians(
         [lambda: functional.wait_tensor.default(functional.all_reduce_.default(scratch, "sum", group))], device
     )
-    return Row(tokens, hidden, unfused_time, fused_time, operator_time, functional_time)
+    return Row(tokens, hidden, unfused_time, fused_time, operator_time, functional_time, eager)
 
 
 def table(rows: Sequence[Row]) -> str:
     """What was measured, as text."""
-    lines = [f"{'T':>6} {'H':>6} {'unfused':>9} {'torchseam':>10} {'ratio':>6} {'operator':>9} {'functional':>11}"]
+    lines = [
+        f"{'T':>6} {'H':>6} {'unfused':>9} {'torchseam':>10} {'ratio':>6} {'operator':>9} {'functional':>11}  eager"
+    ]
     for r in rows:
         lines.append(
             f"{r.tokens:>6} {r.hidden:>6} {r.unfused:>9.1f} {r.fused:>10.1f} {r.ratio:>6.3f} {r.operator:>9.2f} "
-            f"{r.functional:>11.2f}"
+            f"{r.functional:>11.2f}  {'' if r.eager is None else '{:.1f} {:.1f}'.format(*r.eager)}".rstrip()
         )
     return "\n".join(lines)
 

@@ -394,6 +394,18 @@ def test_an_unreadable_spelling_is_refused():
     assert ("norm", Reason.NORM_SPELLING) in refusals(got)
 
 
+@pytest.mark.parametrize("root", [torch.sqrt, lambda v: v**0.5], ids=["sqrt", "pow"])
+def test_division_by_the_root_is_refused_with_what_would_fuse(root):
+    def block(x):
+        wide = reduce(x * 2).float()
+        return (wide / root(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+    got = check(block, rows(3, HIDDEN), kinds=[])
+    assert ("norm", Reason.NORM_SPELLING) in refusals(got)
+    (detail,) = [r.detail for r in got.report.refused if r.part == "norm"]
+    assert "x * rsqrt(v)" in detail
+
+
 def test_a_scale_computed_from_the_norm_is_refused_and_the_rest_fuses():
     def block(x, residual):
         h = reduce(x * 2) + residual

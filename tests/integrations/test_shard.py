@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import ARCHITECTURES, HIDDEN, WHOLE_ONLY, prompt, tiny_config, tiny_model
+from tiny_models import ARCHITECTURES, GATHERED, HIDDEN, prompt, tiny_config, tiny_model
 
 from torchseam.cli.launch import launch
 from torchseam.integrations.transformers.attention import grouped_attention
 from torchseam.integrations.transformers.files import ModelError
-from torchseam.integrations.transformers.shard import check_sizes, drop_backward_hooks, plan_of, shard
+from torchseam.integrations.transformers.shard import check_sizes, drop_backward_hooks, local, plan_of, shard
 
 transformers = pytest.importorskip("transformers", reason="needs torchseam[transformers]")
 
@@ -25,8 +25,11 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3", {"num_key_value_heads": 1}),
         ("qwen3", {"attention_bias": True}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+        ("olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+        ("phi3", {"num_key_value_heads": 1}),
     ],
     4: [
+        ("phi3", {}),
         ("llama", {"num_key_value_heads": 2, "num_attention_heads": 8}),
         ("gemma2", {"num_key_value_heads": 1}),
         ("qwen3", {"num_key_value_heads": 4}),
@@ -66,10 +69,12 @@ def run_rank(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
                     "errors": errors,
                     "agree": all(torch.equal(x, mine) for x in everyone),
                     "groups": {m.num_key_value_groups for m in model.modules() if hasattr(m, "num_key_value_groups")},
-                    "k_rows": layer.self_attn.k_proj.weight.to_local().shape[0]
-                    if kinds["model.layers.1.self_attn.k_proj"] == "colwise"
-                    else layer.self_attn.k_proj.weight.shape[0],
-                    "kinds": {name.rsplit(".", 1)[1]: kind for name, kind in kinds.items() if ".1." in name},
+                    "rows": {
+                        name: local(module.weight).shape[0]
+                        for name, module in layer.named_modules()
+                        if isinstance(module, torch.nn.Linear)
+                    },
+                    "kinds": {name.partition(".1.")[2]: kind for name, kind in kinds.items() if ".1." in name},
                     "layers": len(kinds),
                 }
             )
@@ -94,14 +99,45 @@ def test_sharded_logits_are_as_good_as_whole_ones(world_size):
         config = tiny_config(architecture, **changes)
         kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
         kept = max(kv_heads // world_size, 1)
-        assert found["groups"] == {heads // world_size // kept}, what
-        assert found["k_rows"] == kept * 64, what
-        kv = "replicated" if kv_heads < world_size else "colwise"
-        assert found["kinds"] == {
-            **{"q_proj": "colwise", "k_proj": kv, "v_proj": kv, "o_proj": "rowwise"},
-            **{"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"},
-        }, what
-        assert found["layers"] == 7 * config.num_hidden_layers, what
+        whole = architecture in GATHERED  # each rank has all heads
+        assert found["groups"] == {heads // kv_heads if whole else heads // world_size // kept}, what
+        kinds, rows = layers_of(architecture, config, world_size)
+        assert found["kinds"] == kinds, what
+        assert found["rows"] == rows, what
+        assert found["layers"] == len(kinds) * config.num_hidden_layers, what
+
+
+def layers_of(architecture: str, config: Any, world_size: int) -> tuple[dict[str, str], dict[str, int]]:
+    """Linear layer of a decoder layer -> how it is sharded, and the rows of its weight on each rank."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    down = {"mlp.down_proj": ("rowwise", HIDDEN)}
+    up = {f"mlp.{n}_proj": ("colwise", HIDDEN // world_size) for n in ("gate", "up")}
+    attention = {"q": heads, "k": kv_heads, "v": kv_heads}
+    if architecture == "phi3":
+        down = {"mlp.down_proj.linear": ("rowwise", HIDDEN)}
+        up = {"mlp.gate_up_proj.linear": ("colwise", 2 * HIDDEN // world_size)}
+        attention = {"qkv": heads + 2 * kv_heads}
+    own = ".linear" if architecture in GATHERED else ""
+    replicated = own == "" and kv_heads < world_size
+    kind = {name: "replicated" if replicated and name in "kv" else "colwise" for name in attention}
+    kept = {name: 1 if kind[name] == "replicated" else n / world_size for name, n in attention.items()}
+    layers = {
+        **{f"self_attn.{n}_proj{own}": (kind[n], int(kept[n] * 64)) for n in attention},
+        f"self_attn.o_proj{own}": ("rowwise", HIDDEN),
+        **up,
+        **down,
+    }
+    return {n: kind for n, (kind, _) in layers.items()}, {n: rows for n, (_, rows) in layers.items()}
+
+
+def test_layers_that_do_not_divide_are_refused_before_anything_changes():
+    model = tiny_model("phi3", num_attention_heads=3, num_key_value_heads=3, hidden_size=192, intermediate_size=192)
+    mesh = SimpleNamespace(size=lambda: 3)
+    model.model.layers[0].self_attn.qkv_proj = torch.nn.Linear(192, 100)
+    before = [name for name, _ in model.named_modules()]
+    with pytest.raises(ModelError, match=r"--tp 3 does not divide the out_features of .*qkv_proj \(100\)"):
+        shard(model, mesh)
+    assert [name for name, _ in model.named_modules()] == before
 
 
 # ---- hooks that only training needs -------------------------------------------------------------
@@ -200,10 +236,11 @@ def test_an_architecture_without_these_sizes_is_refused(config, name, world_size
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("architecture", WHOLE_ONLY)
-def test_a_plan_with_unknown_styles_is_refused_by_their_names(architecture):
-    with pytest.raises(ModelError, match=rf"{architecture}.*colwise_gather_output, rowwise_split_input.*--tp 1"):
-        plan_of(tiny_model(architecture))
+def test_a_plan_with_unknown_styles_is_refused_by_their_names():
+    model = tiny_model("llama")
+    model.config.base_model_tp_plan = {"layers.*.mlp": "moe_tp_experts", "layers.*.self_attn.o_proj": "sliced"}
+    with pytest.raises(ModelError, match=r"'llama' uses moe_tp_experts, sliced; supported: colwise, .*--tp 1"):
+        plan_of(model)
 
 
 def test_an_architecture_without_a_plan_is_refused():

@@ -16,9 +16,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 64},
     "mistral": {"sliding_window": None},
 }
-ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3_text", "mistral")
-#: Their tensor-parallel plans gather between the layers; no all_reduce is left where a seam would begin.
-WHOLE_ONLY = ("olmo2", "phi3")
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3")
+#: Their tensor-parallel plans gather the heads (Phi-3's also gate and up) before they are used.
+GATHERED = ("olmo2", "phi3")
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:
@@ -39,7 +39,7 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
         # Gemma ties them: with random weights every token would then follow itself
         "tie_word_embeddings": False,
     }
-    if architecture not in WHOLE_ONLY:
+    if architecture not in GATHERED:
         common["head_dim"] = 64
     return AutoConfig.for_model(architecture, **{**common, **_OWN.get(architecture, {}), **changes})
 

@@ -18,8 +18,8 @@ from torchseam.seam import Norm, WeightMode
 
 
 def match_norm(node: Node) -> NormMatch | NormMiss | None:
-    """The RMSNorm whose middle (a reciprocal square root) or operator `node` is; None when it is neither."""
-    return _match_aten(node) if _is_rsqrt(node) else match_vllm_norm(node)
+    """The RMSNorm whose middle (a square root or its reciprocal) or operator `node` is; None when it is neither."""
+    return _match_aten(node) if _is_rsqrt(node) or _is_divisor(node) else match_vllm_norm(node)
 
 
 def _is_rsqrt(node: Node) -> bool:
@@ -32,8 +32,17 @@ def _is_rsqrt(node: Node) -> bool:
 def _root_below(node: Node) -> Node | None:
     """The square root that `node` is the reciprocal of, None when it is none."""
     root: Any = node.args[0] if is_call(node, aten.reciprocal.default) else None
-    power = is_call(root, aten.pow.Tensor_Scalar) and root.args[1] == 0.5
-    return root if power or is_call(root, aten.sqrt.default) else None
+    return root if _is_root(root) else None
+
+
+def _is_root(node: Any) -> bool:
+    power = is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == 0.5
+    return power or is_call(node, aten.sqrt.default)
+
+
+def _is_divisor(node: Node) -> bool:
+    """Whether `node` is a square root by which something is divided."""
+    return _is_root(node) and any(is_call(u, aten.div.Tensor) and u.args[1] is node for u in node.users)
 
 
 def _only_user(node: Node) -> Node | None:
@@ -98,6 +107,8 @@ def _match_aten(rsqrt: Node) -> NormMatch | NormMiss | None:
         return NormMiss(rsqrt, f"epsilon is {eps}")
     if val.dtype is not torch.float32:
         return NormMiss(rsqrt, f"the mean of squares is taken in {val.dtype}, not in float32")
+    if _is_divisor(rsqrt):
+        return NormMiss(rsqrt, "x / sqrt(v) rounds otherwise than x * rsqrt(v): write the latter")
     scaled = next((u for u in rsqrt.users if is_call(u, aten.mul.Tensor) and _same(_other(u, rsqrt), wide)), None)
     if scaled is None:
         if any(last_dim(u) != last_dim(wide) or _slices(wide) for u in rsqrt.users):

@@ -1,7 +1,8 @@
 """Shard a causal language model over the ranks of a device mesh, by its own tensor-parallel plan.
 
 Uses torch's DTensor styles (`parallelize_module`). Key-value heads are replicated where there are
-fewer of them than ranks. For inference: hooks that only training needs are dropped.
+fewer of them than ranks. Plans that gather a column-parallel result, because the model splits or normalises
+it whole (Phi-3, OLMo 2), are followed. For inference: hooks that only training needs are dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import reprlib
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -21,7 +24,34 @@ from torchseam.integrations.transformers.files import ModelError
 #: Styles of transformers' plans that leave a module whole here: the first concerns gradients only,
 #: and an embedding that every rank holds entire needs no collective.
 _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
-SUPPORTED_STYLES = ("colwise", "rowwise", *_WHOLE)
+SUPPORTED_STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", *_WHOLE)
+
+
+class GatherOutput(torch.nn.Module):
+    """A column-parallel layer whose result [..., out / W] of each rank becomes [..., out] on all."""
+
+    def __init__(self, linear: torch.nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.linear = linear
+        self.group = mesh.get_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return funcol.all_gather_tensor(y, y.dim() - 1, self.group)
+
+
+class SplitInput(torch.nn.Module):
+    """A row-parallel layer that is given [..., in] on all ranks: each takes its part [..., in / W]."""
+
+    def __init__(self, linear: torch.nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.linear = linear
+        self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = x.shape[-1] // self.ranks
+        y: Tensor = self.linear(x.narrow(-1, self.rank * part, part))
+        return y
 
 
 class ReplicatedHeads(ParallelStyle):
@@ -111,28 +141,45 @@ def _divides(config: Any, world_size: int) -> tuple[bool, bool, bool, bool]:
 def shard(model: Any, mesh: DeviceMesh) -> dict[str, str]:
     """Shard in place; returns module name -> `colwise` | `rowwise` | `replicated` for every linear layer touched.
 
+    A layer whose result is gathered, or whose input is split, goes by `NAME.linear` afterwards.
+
     Raises ModelError when the model's sizes or plan do not allow it.
     """
     config, world_size = model.config, mesh.size()
     check_sizes(config, world_size)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    plan = plan_of(model)
+    for name, style in plan.items():
+        _check_divides(name, model.get_submodule(name), style, world_size)
     styles: dict[str, ParallelStyle] = {}
     kinds: dict[str, str] = {}
-    for name, style in plan_of(model).items():
+    for name, style in plan.items():
         if style in _WHOLE:
             continue
-        if kv_heads % world_size and name.rsplit(".", 1)[-1] in ("k_proj", "v_proj"):
+        if style == "colwise" and kv_heads % world_size and name.rpartition(".")[2] in ("k_proj", "v_proj"):
             styles[name], kinds[name] = ReplicatedHeads(kv_heads), "replicated"
-        else:
-            styles[name] = ColwiseParallel() if style == "colwise" else RowwiseParallel()
-            kinds[name] = style
+            continue
+        kind = style.partition("_")[0]
+        if style != kind:
+            wrapper = GatherOutput if kind == "colwise" else SplitInput
+            model.set_submodule(name, wrapper(model.get_submodule(name), mesh))
+            name = f"{name}.linear"
+        styles[name], kinds[name] = ColwiseParallel() if kind == "colwise" else RowwiseParallel(), kind
     parallelize_module(model, mesh, styles)
     local_kv_heads = max(kv_heads // world_size, 1)
-    for module in model.modules():
-        if hasattr(module, "num_key_value_groups"):
+    whole = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise_gather_output"}
+    for name, module in model.named_modules():
+        if hasattr(module, "num_key_value_groups") and name not in whole:
             module.num_key_value_groups = config.num_attention_heads // world_size // local_kv_heads
     drop_backward_hooks(model)
     return kinds
+
+
+def _check_divides(name: str, module: Any, style: str, world_size: int) -> None:
+    """What `check_sizes` does not see: layers of the model's own making (Phi-3's q, k and v in one)."""
+    for kind, size in (("colwise_gather_output", "out_features"), ("rowwise_split_input", "in_features")):
+        if style == kind and getattr(module, size) % world_size:
+            raise ModelError(f"--tp {world_size} does not divide the {size} of {name} ({getattr(module, size)})")
 
 
 def drop_backward_hooks(model: torch.nn.Module) -> int:
