@@ -12,19 +12,9 @@ Launch with `launch.Launch.options()`: contracted multiply-adds would break the 
 import triton
 import triton.language as tl
 
-from torchseam.kernels.casts import (
-    divide,
-    from_bits,
-    from_e4m3,
-    from_e8m0,
-    magnitude_bits,
-    round_to,
-    to_e2m1,
-    to_e4m3,
-    to_e4m3_native,
-    to_e8m0,
-    to_float32,
-)
+from torchseam.kernels.casts import add_rounded, round_to, to_float32
+from torchseam.kernels.divisions import inverse_root
+from torchseam.kernels.quantize import quantize_row, within_row
 
 #: A `WEIGHT` that means "no such norm" and a `SCHEME` that means "no quantiser".
 ABSENT = "absent"
@@ -35,28 +25,14 @@ _ABSENT = tl.constexpr(ABSENT)
 
 
 @triton.jit
-def within_row(values, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """values [BLOCK] with 0 at and after HIDDEN, whatever arithmetic made of the masked lanes."""
-    if BLOCK != HIDDEN:
-        values = tl.where(tl.arange(0, BLOCK) < HIDDEN, values, 0.0)
-    return values
-
-
-@triton.jit
-def add_residual(x, residual):
-    """round(fp32(x) + fp32(residual)), in x's dtype."""
-    return round_to(to_float32(x) + to_float32(residual), x.dtype)
-
-
-@triton.jit
-def sum_of_squares(h, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def sum_of_squares(h, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
     """The sum of h^2 in fp64, in the canonical order of DESIGN section 4.
 
     Segments of 8 neighbours are added in fp32 by a fixed tree, ((0+1)+(2+3))+((4+5)+(6+7)), and the
     segments in fp64, which is wide enough to hide their order: a GPU converts fp32 to fp64 at a sixteenth of
     the rate at which it adds, and eight times fewer conversions no longer show.
     """
-    wide = within_row(to_float32(h), HIDDEN, BLOCK)
+    wide = within_row(to_float32(h, NATIVE), HIDDEN, BLOCK)
     sums = wide * wide
     even, odd = tl.split(tl.reshape(sums, (BLOCK // 2, 2)))
     even, odd = tl.split(tl.reshape(even + odd, (BLOCK // 4, 2)))
@@ -65,7 +41,16 @@ def sum_of_squares(h, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def normalize(h, weight, squares, HIDDEN: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr):
+def normalize(
+    h,
+    weight,
+    squares,
+    HIDDEN: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """h * rsqrt(squares / HIDDEN + EPS), weighted, in the dtype of `outputs.norm_dtype`.
 
     h [n] is any part of a row of HIDDEN elements, weight [n] the same part of the weight.
@@ -73,152 +58,22 @@ def normalize(h, weight, squares, HIDDEN: tl.constexpr, WEIGHT: tl.constexpr, OF
     mean = tl.div_rn(squares.to(tl.float32), HIDDEN * 1.0)
     # Not the bare number: Triton makes an fp64 constant of one below 2^-126.
     shifted = mean + tl.full((), EPS, tl.float32)
-    # One number a row: in fp64 the root has one rounding, in fp32 it would have two.
-    root = (1.0 / tl.sqrt(shifted.to(tl.float64))).to(tl.float32)
-    n = to_float32(h) * root
+    n = to_float32(h, NATIVE) * inverse_root(shifted, NATIVE)
     if WEIGHT == "none":
-        y = round_to(n, h.dtype)
+        y = round_to(n, h.dtype, NATIVE)
     elif WEIGHT == "before_cast":
-        wide_weight = to_float32(weight)
+        wide_weight = to_float32(weight, NATIVE)
         if OFFSET:
             wide_weight = 1.0 + wide_weight
-        y = round_to(n * wide_weight, h.dtype)
+        y = round_to(n * wide_weight, h.dtype, NATIVE)
     else:
-        product = to_float32(weight) * to_float32(round_to(n, h.dtype))
+        product = to_float32(weight, NATIVE) * to_float32(round_to(n, h.dtype, NATIVE), NATIVE)
         # Of bf16, fp16 and fp32, any two that differ are promoted to fp32.
         if weight.dtype == h.dtype:
-            y = round_to(product, h.dtype)
+            y = round_to(product, h.dtype, NATIVE)
         else:
             y = product
     return y
-
-
-# ---- the quantiser ----------------------------------------------------------------------------
-
-
-@triton.jit
-def _static_quotient(values, scale):
-    """values / scale for a scale that the caller gives: it may be any number."""
-    # Within these bounds `divide` is exact. A zero, a negative or a huge scale takes the long way.
-    if (scale >= 1e-24) & (scale <= 1e30):
-        quotient = divide(values, scale)
-    else:
-        quotient = tl.div_rn(values, scale)
-    return quotient
-
-
-@triton.jit
-def _quotient(values, scale, RULE: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr):
-    if RULE == "divide":
-        if NATIVE and FLOOR >= 1e-24:  # above `divide`'s bound of 2^-80; a computed scale is below 2^120
-            quotient = divide(values, scale)
-        else:
-            quotient = tl.div_rn(values, scale)
-    elif RULE == "reciprocal":
-        quotient = values * tl.div_rn(1.0, scale)
-    else:
-        quotient = values * scale
-    return quotient
-
-
-@triton.jit
-def _scale_of(
-    amax, FLOOR: tl.constexpr, SCALE_RULE: tl.constexpr, SCALE_ROUNDING: tl.constexpr, ACTIVATION: tl.constexpr
-):
-    """max(round(amax / 448), FLOOR), as `formats.fp8` has it for the two attributes; NaN stays NaN.
-
-    ACTIVATION is the dtype that SCALE_ROUNDING `activation` rounds to.
-    """
-    if SCALE_RULE == "divide":
-        scale = tl.div_rn(amax, 448.0)
-    else:
-        scale = amax * 0.002232142857142857  # 1 / 448; Triton takes the fp32 of it
-    if SCALE_ROUNDING == "activation":
-        scale = to_float32(round_to(scale, ACTIVATION))
-    floor = tl.full((), FLOOR, tl.float32)
-    return tl.where(scale < floor, floor, scale)
-
-
-@triton.jit
-def _nvfp4(values, encode, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Packed codes [BLOCK / 2] and e4m3 block scales [BLOCK / GROUP] (0 outside the row), int32."""
-    blocks = tl.reshape(values, (BLOCK // GROUP, GROUP))
-    amax = from_bits(tl.max(magnitude_bits(blocks), axis=1))
-    wanted = encode * (amax * 0.16666666666666666)
-    scales = to_e4m3(tl.where(wanted != wanted, 448.0, wanted))
-    scales = tl.where(tl.arange(0, BLOCK // GROUP) < HIDDEN // GROUP, scales, 0)
-    stored = from_e4m3(scales)
-    factor = tl.div_rn(1.0, stored * tl.div_rn(1.0, encode))
-    codes = to_e2m1(blocks * factor[:, None])
-    codes = tl.where((stored == 0.0)[:, None], 0, codes)
-    low, high = tl.split(tl.reshape(codes, (BLOCK // 2, 2)))
-    return low | (high << 4), scales
-
-
-@triton.jit
-def _e4m3(values, NATIVE: tl.constexpr):
-    if NATIVE:
-        codes = to_e4m3_native(values)
-    else:
-        codes = to_e4m3(values)
-    return codes
-
-
-@triton.jit
-def quantize_row(
-    y,
-    scale,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCHEME: tl.constexpr,
-    RULE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FLOOR: tl.constexpr,
-    SCALE_RULE: tl.constexpr,
-    SCALE_ROUNDING: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Codes and scales of a row y [BLOCK], bf16, fp16 or fp32, of which HIDDEN elements count.
-
-    `scale` is the fp32 scale of fp8_static or the encode factor of nvfp4, anything for the others.
-    Codes are int32, [BLOCK], or [BLOCK / 2] packed for nvfp4. Scales are as they are stored: fp32 (one
-    for fp8_token, [BLOCK / GROUP] for fp8_group), int32 codes (ue8m0, nvfp4), `scale` for fp8_static.
-    NATIVE: the target is an NVIDIA GPU that converts to e4m3 (sm_89 on); the codes are then int8. The
-    bits are the same either way.
-    """
-    values = within_row(to_float32(y), HIDDEN, BLOCK)
-    if SCHEME == "fp8_static":
-        if NATIVE and RULE == "divide":
-            quotient = _static_quotient(values, scale)
-        else:
-            quotient = _quotient(values, scale, RULE, FLOOR, NATIVE)
-        codes = _e4m3(quotient, NATIVE)
-        scales = scale
-    elif SCHEME == "fp8_token":
-        amax = from_bits(tl.max(magnitude_bits(values), axis=0))
-        scales = _scale_of(amax, FLOOR, SCALE_RULE, SCALE_ROUNDING, y.dtype)
-        codes = _e4m3(_quotient(values, scales, RULE, FLOOR, NATIVE), NATIVE)
-    elif SCHEME == "fp8_group":
-        groups = tl.reshape(values, (BLOCK // GROUP, GROUP))
-        amax = from_bits(tl.max(magnitude_bits(groups), axis=1))
-        scales = _scale_of(amax, FLOOR, SCALE_RULE, SCALE_ROUNDING, y.dtype)
-        if SCALE_DTYPE == "float32":
-            codes = _e4m3(_quotient(groups, scales[:, None], RULE, FLOOR, NATIVE), NATIVE)
-        else:
-            exponents = to_e8m0(scales)
-            powers = from_e8m0(exponents)
-            # Dividing by a power of two is multiplying by its inverse, another power of two.
-            inverses = tl.div_rn(1.0, powers)
-            codes = _e4m3(groups * inverses[:, None], NATIVE)
-            if SCALE_DTYPE == "ue8m0":
-                scales = exponents
-            else:
-                scales = powers
-        codes = tl.reshape(codes, (BLOCK,))
-    else:
-        codes, scales = _nvfp4(values, scale, HIDDEN, BLOCK, GROUP)
-    return codes, scales
 
 
 # ---- all of it --------------------------------------------------------------------------------
@@ -258,13 +113,16 @@ def epilogue(
     """
     h = x
     if INNER_WEIGHT != _ABSENT:
-        squares = sum_of_squares(h, HIDDEN, BLOCK)
-        inner = normalize(h, inner_weight, squares, HIDDEN, INNER_WEIGHT, INNER_OFFSET, INNER_EPS)
-        h = round_to(to_float32(inner), x.dtype)
+        squares = sum_of_squares(h, HIDDEN, BLOCK, NATIVE)
+        inner = normalize(h, inner_weight, squares, HIDDEN, INNER_WEIGHT, INNER_OFFSET, INNER_EPS, NATIVE)
+        h = inner
+        if inner.dtype != x.dtype:
+            h = round_to(inner, x.dtype, NATIVE)
     if RESIDUAL:
-        h = add_residual(h, residual)
+        h = add_rounded(h, residual, NATIVE)
     if WEIGHT != _ABSENT:
-        y = normalize(h, weight, sum_of_squares(h, HIDDEN, BLOCK), HIDDEN, WEIGHT, OFFSET, EPS)
+        squares = sum_of_squares(h, HIDDEN, BLOCK, NATIVE)
+        y = normalize(h, weight, squares, HIDDEN, WEIGHT, OFFSET, EPS, NATIVE)
     else:
         y = h
     if SCHEME != _ABSENT:
@@ -332,15 +190,20 @@ def store_quantized(
 ):
     """Store what `quantize_row` returned for `row` (int64): codes as bytes, scales in their layout.
 
-    `codes_ptr` is uint8, contiguous rows; `scales_ptr` fp32, or uint8 for one-byte scales, or None.
-    `column_stride` is that of column_major and tma_aligned scales.
+    `codes_ptr` is uint8, contiguous rows, on an 8-byte boundary; `scales_ptr` fp32, or uint8 for one-byte
+    scales, or None. `column_stride` is that of column_major and tma_aligned scales.
     """
-    if SCHEME == "nvfp4":
-        columns = tl.arange(0, BLOCK // 2)
-        tl.store(codes_ptr + row * (HIDDEN // 2) + columns, codes.to(tl.uint8), mask=columns < HIDDEN // 2)
-    else:
-        columns = tl.arange(0, BLOCK)
-        tl.store(codes_ptr + row * HIDDEN + columns, codes.to(tl.uint8), mask=columns < HIDDEN)
+    # Said to be aligned less than they are where they are more: so that a thread stores the codes of the eight
+    # neighbours that it loaded, and not sixteen bytes, for which rows and codes would go through shared memory.
+    PACKED: tl.constexpr = 2 if SCHEME == "nvfp4" else 1
+    WIDTH: tl.constexpr = BLOCK // PACKED
+    COUNT: tl.constexpr = HIDDEN // PACKED
+    ALIGNED: tl.constexpr = 8 // PACKED if HIDDEN % 8 == 0 else 1
+    columns = tl.arange(0, WIDTH)
+    start = codes_ptr + row * COUNT
+    if ALIGNED > 1:
+        start = tl.multiple_of(start, ALIGNED)
+    tl.store(start + columns, codes.to(tl.uint8), mask=columns < COUNT)
     if SCHEME == "fp8_token":
         tl.store(scales_ptr + row, scales)
     elif SCHEME != "fp8_static":

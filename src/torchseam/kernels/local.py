@@ -31,8 +31,8 @@ from torchseam.seam import Norm, Quant, Seam
 _MAX_ROWS = 2**31 - 1
 #: Triton supports NVIDIA GPUs from compute capability 8.0 on.
 _LEAST_CAPABILITY = (8, 0)
-#: From Ada on there is an instruction that converts fp32 to e4m3.
-_E4M3_CAPABILITY = (8, 9)
+#: From which compute capability on the kernel may take which level of NATIVE (`casts`).
+_NATIVE_LEVELS = ((100, 2), (89, 1))
 _NO_NORM = Norm(eps=0.0, weight="none")
 
 
@@ -238,17 +238,22 @@ def _launch(
             **attributes(hidden, inner_norm, norm, quant, residual is not None),
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
-            NATIVE=x.is_cuda and _converts_natively(x.device.index),
+            NATIVE=_native_level_of(x.device.index) if x.is_cuda else 0,
             **choice.options(),
         )
 
 
+def native_level(capability: int) -> int:
+    """The constexpr NATIVE for an NVIDIA GPU of a compute capability as Triton writes it: 90 for 9.0."""
+    return next((level for least, level in _NATIVE_LEVELS if capability >= least), 0)
+
+
 @functools.cache
-def _converts_natively(device: int) -> bool:
-    """Whether a CUDA device is an NVIDIA GPU with the conversion to e4m3 (not under the interpreter)."""
+def _native_level_of(device: int) -> int:
     if torch.version.hip is not None or knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return native_level(10 * major + minor)
 
 
 @functools.lru_cache(maxsize=4096)
