@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from torchseam import Quant, ops
-from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS
+from torchseam.seam import GLOBAL_SCALES, RULES, SCALE_DTYPES, SCALE_LAYOUTS
 
 HIDDEN = 128
 EPS = 9.999999974752427e-07
@@ -180,6 +180,8 @@ def recipes() -> Iterator[Quant]:
             sizes, dtypes, SCALE_LAYOUTS[scheme], rules if scheme != "nvfp4" else ("divide",)
         ):
             yield Quant(scheme, size, dtype, layout, rule)
+    for layout, kind in itertools.product(SCALE_LAYOUTS["nvfp4"], GLOBAL_SCALES[1:]):
+        yield Quant("nvfp4", scale_layout=layout, global_scale=kind)
 
 
 def quantisers() -> list[Quant | AtenStatic | AtenDynamic | None]:

@@ -52,7 +52,7 @@ class Quantiser:
     def recipe(self) -> object:
         """What makes two quantisers twins; for dynamic ones only the scheme, which the plan can tell."""
         if not self.takes_scale:
-            return self.how.scheme
+            return self.how if self.how.scheme == "nvfp4" else self.how.scheme
         return Quant("fp8_static", rule=self.how.rule) if isinstance(self.how, AtenStatic) else self.how
 
 

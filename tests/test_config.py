@@ -10,16 +10,25 @@ import torch
 
 import torchseam
 from torchseam import config
-from torchseam.config import BACKEND_VARIABLE, BACKENDS, SeamConfig
+from torchseam.backends import select
+from torchseam.config import BACKEND_VARIABLE, BACKENDS, VLLM_BACKEND_VARIABLE, SeamConfig
 from torchseam.seam import SCHEMES
 
-#: DESIGN section 5 names them, this version has none of them.
-ABSENT = ("symmetric", "mnnvl", "trtllm")
+#: These need hardware; a machine that lacks something for them says what.
+DEMANDING = ("symmetric", "mnnvl", "trtllm")
+LACK = "no such GPU here"
 
 
 @pytest.fixture(autouse=True)
 def no_backend_in_the_environment(monkeypatch):
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    monkeypatch.delenv(VLLM_BACKEND_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def lacking(monkeypatch):
+    """A machine that lacks something for every backend but `collective`."""
+    monkeypatch.setattr(select, "missing", lambda name: LACK if name in DEMANDING else None)
 
 
 def test_defaults():
@@ -36,7 +45,7 @@ def test_a_config_is_a_frozen_value():
 
 
 def test_backends_are_those_of_the_design():
-    assert set(BACKENDS) == {"auto", "collective", *ABSENT}
+    assert set(BACKENDS) == {"auto", "collective", *DEMANDING}
     assert config.BACKEND_VARIABLE == "TORCHSEAM_BACKEND"
 
 
@@ -47,6 +56,14 @@ def test_the_environment_sets_the_default_backend(backend, monkeypatch):
     assert SeamConfig(backend="collective").backend == "collective", "an argument wins over the environment"
     monkeypatch.delenv("TORCHSEAM_BACKEND")
     assert SeamConfig().backend == "auto", "read when a config is made, not when torchseam is imported"
+
+
+@pytest.mark.parametrize("backend", ("trtllm", "mnnvl", "auto"))
+def test_vllms_choice_counts_where_ours_is_unset(backend, monkeypatch):
+    monkeypatch.setenv("VLLM_FLASHINFER_ALLREDUCE_BACKEND", backend)
+    assert SeamConfig().backend == backend
+    monkeypatch.setenv("TORCHSEAM_BACKEND", "collective")
+    assert SeamConfig().backend == "collective"
 
 
 @pytest.mark.parametrize("backend", ("", "nccl", "Collective", "flashinfer-trtllm"))
@@ -77,20 +94,22 @@ def test_an_unknown_scheme_is_told_what_is_allowed():
 
 @pytest.mark.parametrize("take", (torchseam.compile, torchseam.inductor_options), ids=("compile", "inductor_options"))
 @pytest.mark.parametrize("from_environment", (False, True), ids=("argument", "environment"))
-@pytest.mark.parametrize("backend", ABSENT)
-def test_a_backend_that_cannot_work_is_refused_when_compile_is_called(backend, from_environment, take, monkeypatch):
+@pytest.mark.parametrize("backend", DEMANDING)
+def test_a_backend_that_cannot_work_is_refused_when_compile_is_called(
+    backend, from_environment, take, monkeypatch, lacking
+):
     if from_environment:
         monkeypatch.setenv("TORCHSEAM_BACKEND", backend)
     settings = SeamConfig() if from_environment else SeamConfig(backend=backend)
     arguments = (torch.nn.Identity(),) if take is torchseam.compile else ()
     with pytest.raises(ValueError) as caught:
         take(*arguments, config=settings)
-    for word in (repr(backend), "not part of this version", "what works", "'auto'", "'collective'"):
+    for word in (repr(backend), LACK, "what works", "'auto'", "'collective'"):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ABSENT)
-def test_the_environment_alone_is_enough_to_be_refused(backend, monkeypatch):
+@pytest.mark.parametrize("backend", DEMANDING)
+def test_the_environment_alone_is_enough_to_be_refused(backend, monkeypatch, lacking):
     monkeypatch.setenv("TORCHSEAM_BACKEND", backend)
     with pytest.raises(ValueError, match=f"{backend!r}.*'collective'"):
         torchseam.compile(torch.nn.Identity())

@@ -194,15 +194,22 @@ def test_the_table_has_every_recipe_that_the_vocabulary_allows():
 @pytest.mark.parametrize(
     ("quant", "expected"),
     (
-        (STATIC, (0, "float32", "row_major", "divide", 0.0, "divide", "none")),
-        (TOKEN, (0, "float32", "row_major", "divide", 1 / (448 * 512), "divide", "none")),
-        (Quant("fp8_group"), (128, "float32", "row_major", "divide", 1e-10 / 448, "divide", "none")),
-        (NVFP4, (16, "float8_e4m3fn", "swizzled", "divide", 0.0, "divide", "none")),
+        (STATIC, (0, "float32", "row_major", "divide", 0.0, "divide", "none", "encode")),
+        (TOKEN, (0, "float32", "row_major", "divide", 1 / (448 * 512), "divide", "none", "encode")),
+        (Quant("fp8_group"), (128, "float32", "row_major", "divide", 1e-10 / 448, "divide", "none", "encode")),
+        (NVFP4, (16, "float8_e4m3fn", "swizzled", "divide", 0.0, "divide", "none", "encode")),
     ),
     ids=vocabulary.SCHEMES,
 )
 def test_defaults_of_each_scheme(quant, expected):
     assert dataclasses.astuple(quant)[1:] == expected
+
+
+@pytest.mark.parametrize("kind", vocabulary.GLOBAL_SCALES)
+def test_what_global_scale_nvfp4_takes(kind):
+    quant = Quant("nvfp4", global_scale=kind)
+    assert quant.takes_scale == (kind != "none")
+    assert Quant.from_json(quant.to_json()) == quant
 
 
 def test_a_floor_of_zero_is_not_taken_for_the_default():
@@ -271,6 +278,12 @@ def message_of(make) -> str:
             "scale_rounding of scheme 'nvfp4' is 'activation'",
             ("allowed: 'none'",),
         ),
+        (
+            lambda: Quant("fp8_static", global_scale="decode"),
+            "global_scale of scheme 'fp8_static' is 'decode'",
+            ("allowed: 'encode'",),
+        ),
+        (lambda: Quant("nvfp4", global_scale="amax"), "is 'amax'", ("'encode', 'decode', 'none'",)),
         (lambda: Quant("fp8_group", scale_rounding="bf16"), "is 'bf16'", ("'none', 'activation'",)),
         (lambda: Quant("fp8_token", scale_floor=-1.0), "scale_floor is -1.0", ("finite number >= 0",)),
         (lambda: Quant("fp8_token", scale_floor=math.nan), "scale_floor is nan", ("finite number >= 0",)),

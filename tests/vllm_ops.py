@@ -1,8 +1,15 @@
-"""vLLM's quantisers for tests: the schemas of vLLM 0.33, computed by torchseam's formats. vLLM is not needed."""
+"""vLLM's operators for tests: the schemas of vLLM 0.33, computed by torchseam's formats and plain torch. vLLM is not
+needed: its groups are those of a module that `vllm_groups` puts in the place of vLLM's."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchseam.formats import fp8, nvfp4
@@ -61,15 +68,91 @@ def _fp4(input: Tensor, input_scale: Tensor, swizzled: bool) -> tuple[Tensor, Te
     return output, output_scale
 
 
+IR_SCHEMAS = (
+    "rms_norm(Tensor x, Tensor? weight, float epsilon, SymInt? variance_size=None) -> Tensor",
+    "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, SymInt? variance_size=None)"
+    " -> (Tensor, Tensor)",
+)
+LEGACY_SCHEMAS = (
+    "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
+    "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()",
+)
+_STATE = "vllm.distributed.parallel_state"
+_ir_library = torch.library.Library("vllm_ir", "FRAGMENT")
+_vllm_library = torch.library.Library("vllm", "FRAGMENT")
+
+
+def _norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    wide = x.float()
+    over = wide if variance_size is None else wide[..., :variance_size]
+    n = wide * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + epsilon)
+    return n.to(x.dtype) if weight is None else (n.to(weight.dtype) * weight).to(x.dtype)
+
+
+def _add_norm(x, x_residual, weight, epsilon, variance_size=None):
+    total = x + x_residual
+    return _norm(total, weight, epsilon, variance_size).to(x.dtype), total
+
+
+def _legacy_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    result.copy_(_norm(input, weight, epsilon))
+
+
+def _legacy_add_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    normed, total = _add_norm(input, residual, weight, epsilon)
+    input.copy_(normed)
+    residual.copy_(total)
+
+
+def _all_reduce(tensor: Tensor, group_name: str) -> Tensor:
+    """Over a group that is not there it sums nothing, so that a graph of one can run."""
+    summed = tensor.clone()
+    group = sys.modules[_STATE]._groups.get(group_name, lambda: None)()
+    if group is not None:
+        dist.all_reduce(summed, group=group.device_group)
+    return summed
+
+
+@contextlib.contextmanager
+def vllm_groups(**groups: dist.ProcessGroup) -> Iterator[None]:
+    """As if vLLM had made these groups: `tp=group` is its "tp:0"."""
+    state = types.ModuleType(_STATE)
+    made = {f"{name}:0": types.SimpleNamespace(device_group=group) for name, group in groups.items()}
+    state._groups = {name: lambda group=group: group for name, group in made.items()}
+    state._groups["gone:0"] = lambda: None
+    before = sys.modules.get(_STATE)
+    sys.modules[_STATE] = state
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[_STATE]
+        else:
+            sys.modules[_STATE] = before
+
+
+def _define(library: torch.library.Library, schema: str, function, fake) -> None:
+    name = schema.split("(")[0]
+    library.define(schema)
+    library.impl(name, function, "CPU")
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+
+
 def register() -> None:
     """Define the operators, once a process."""
     if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
         return
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
     for schema, function in zip(SCHEMAS, (_static, _per_token, _per_group, _fp4, _fp4_out), strict=True):
-        name = schema.split("(")[0]
-        _library.define(schema)
-        _library.impl(name, function, "CPU")
-        fake = (
-            (lambda input, scale, swizzled: fp4_buffers(input, swizzled)) if function is _fp4 else lambda *a, **k: None
-        )
-        torch.library.register_fake(f"_C::{name}", fake, lib=_library)
+        fake = (lambda input, scale, swizzled: fp4_buffers(input, swizzled)) if function is _fp4 else nothing
+        _define(_library, schema, function, fake)
+    for schema, function in zip(LEGACY_SCHEMAS, (_legacy_norm, _legacy_add_norm), strict=True):
+        _define(_library, schema, function, nothing)
+    _define(_ir_library, IR_SCHEMAS[0], _norm, lambda x, *rest, **how: torch.empty_like(x))
+    pair = lambda x, r, *rest, **how: (torch.empty_like(x), torch.empty_like(r))  # noqa: E731
+    _define(_ir_library, IR_SCHEMAS[1], _add_norm, pair)
+    schema = "all_reduce(Tensor tensor, str group_name) -> Tensor"
+    _define(_vllm_library, schema, _all_reduce, lambda tensor, group_name: torch.empty_like(tensor))

@@ -12,12 +12,14 @@ from torchseam.seam import SCHEMES
 BACKENDS = ("auto", "collective", "symmetric", "mnnvl", "trtllm")
 
 BACKEND_VARIABLE = "TORCHSEAM_BACKEND"
+#: vLLM's own choice between FlashInfer's two backends; it counts where ours is unset.
+VLLM_BACKEND_VARIABLE = "VLLM_FLASHINFER_ALLREDUCE_BACKEND"
 LOG_VARIABLE = "TORCHSEAM_LOG"
 CACHE_VARIABLE = "TORCHSEAM_CACHE"
 
 
 def _backend_from_environment() -> str:
-    return os.environ.get(BACKEND_VARIABLE, "auto")
+    return os.environ.get(BACKEND_VARIABLE, os.environ.get(VLLM_BACKEND_VARIABLE, "auto"))
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class SeamConfig:
     fuse_all_reduce: fuse seams that begin with an all_reduce.
     fuse_norm_quant: fuse (+ residual) -> RMSNorm -> quantise where there is no all_reduce.
     backend: `auto` (the best that every rank of the group can run) or one by name; the default is
-        read from TORCHSEAM_BACKEND. A backend that cannot work here is a ValueError.
+        read from TORCHSEAM_BACKEND, or else from vLLM's VLLM_FLASHINFER_ALLREDUCE_BACKEND. A backend that
+        cannot work here is a ValueError.
     schemes: quantisation schemes that may be fused; a quantiser of another scheme stays its own op.
     strict: a compilation that leaves a seam unfused fails with `torchseam.SeamsNotFusedError`, which
         lists them all (torch wraps it: it is the `inner_exception` of the error that arrives).
@@ -47,7 +50,7 @@ class SeamConfig:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(
-                f"backend is {self.backend!r} (SeamConfig.backend or {BACKEND_VARIABLE}); "
+                f"backend is {self.backend!r} (SeamConfig.backend, {BACKEND_VARIABLE} or {VLLM_BACKEND_VARIABLE}); "
                 f"allowed: {', '.join(BACKENDS)}"
             )
         if isinstance(self.schemes, str):

@@ -179,7 +179,7 @@ def seam(
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tensor]:
     """Quantise y [..., H] (bf16, fp16, fp32): [codes], or [codes, scales] where the scheme emits scales.
 
-    `scale`: fp32, one element: the scale of static FP8, the global encode factor of NVFP4.
+    `scale`: fp32, one element: the scale of static FP8, the global scale of NVFP4 (see `Quant.global_scale`).
     Raises ValueError when y or the scale do not fit the recipe.
     """
     return torch.ops.torchseam.quantize(y, scale, quant.to_json())

@@ -58,8 +58,8 @@ def rms_norm(h: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tensor]:
     """Quantise y [..., H]: [codes] or [codes, scales], bytes as DESIGN section 4 says.
 
-    `scale` is the fp32 scale of static FP8 or the fp32 encode factor of NVFP4 (one element each),
-    else None.
+    `scale` is the fp32 scale of static FP8 or the fp32 global scale of NVFP4 (one element each), else
+    None.
     """
     if quant.scheme == "fp8_static":
         assert scale is not None
@@ -79,20 +79,20 @@ def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tenso
                 quant.scale_rounding,
             )
         )
-    assert scale is not None
-    return list(nvfp4.quantize(y, scale, quant.scale_layout))
+    return list(nvfp4.quantize(y, scale, quant.scale_layout, quant.global_scale))
 
 
-def dequantize(codes: Tensor, scales: Tensor, quant: Quant, block_scales: Tensor | None = None) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor | None, quant: Quant, block_scales: Tensor | None = None) -> Tensor:
     """The fp32 values that codes stand for, [..., H].
 
     FP8: `scales` is the static scale (the encode factor where `quant.rule` is `multiply`), or what the
-    quantiser returned. NVFP4: `scales` is the global encode factor and `block_scales` what the
-    quantiser returned.
+    quantiser returned. NVFP4: `scales` is the global scale that the quantiser took (None if none) and
+    `block_scales` what it returned.
     """
     if quant.scheme == "nvfp4":
         assert block_scales is not None
-        return nvfp4.dequantize(codes, block_scales, scales, quant.scale_layout)
+        return nvfp4.dequantize(codes, block_scales, scales, quant.scale_layout, quant.global_scale)
+    assert scales is not None
     if quant.rule == "multiply":
         return codes.float() / scales
     return fp8.dequantize(codes, scales, quant.group_size or None)

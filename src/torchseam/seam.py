@@ -20,6 +20,7 @@ Scheme = Literal["fp8_static", "fp8_token", "fp8_group", "nvfp4"]
 Rule = Literal["divide", "reciprocal", "multiply"]
 ScaleRule = Literal["divide", "reciprocal"]
 ScaleRounding = Literal["none", "activation"]
+GlobalScale = Literal["encode", "decode", "none"]
 Output = Literal["reduced", "residual", "norm"]
 
 WEIGHT_MODES: tuple[WeightMode, ...] = ("none", "after_cast", "before_cast")
@@ -27,6 +28,7 @@ SCHEMES: tuple[Scheme, ...] = ("fp8_static", "fp8_token", "fp8_group", "nvfp4")
 RULES: tuple[Rule, ...] = ("divide", "reciprocal", "multiply")
 SCALE_RULES: tuple[ScaleRule, ...] = ("divide", "reciprocal")
 SCALE_ROUNDINGS: tuple[ScaleRounding, ...] = ("none", "activation")
+GLOBAL_SCALES: tuple[GlobalScale, ...] = ("encode", "decode", "none")
 OUTPUTS: tuple[Output, ...] = ("reduced", "residual", "norm")
 NVFP4_BLOCK = 16
 FP8_GROUP_SIZES = (64, 128)
@@ -122,6 +124,10 @@ class Quant:
     How per-token and per-group FP8 make a scale of amax: `scale_rule` `divide` is `amax / 448`,
     `reciprocal` is `amax * fp32(1/448)`; `scale_rounding` `activation` rounds that to the dtype of
     the activations (torchao computes it there) before the floor, `none` keeps the fp32 value.
+
+    `global_scale` says what number NVFP4 is given, and with it whose arithmetic is meant
+    (formats.nvfp4): `encode` is the factor of FlashInfer, TensorRT-LLM and vLLM; `decode` is
+    torchao's per-tensor scale, and `none` torchao without one.
     """
 
     scheme: Scheme
@@ -132,6 +138,7 @@ class Quant:
     scale_floor: float = None  # type: ignore[assignment]
     scale_rule: ScaleRule = "divide"
     scale_rounding: ScaleRounding = "none"
+    global_scale: GlobalScale = "encode"
 
     def __post_init__(self) -> None:
         _choose("Quant.scheme", self.scheme, SCHEMES)
@@ -154,6 +161,8 @@ class Quant:
         computes = self.scheme in ("fp8_token", "fp8_group")
         _choose(f"scale_rule {where}", self.scale_rule, SCALE_RULES if computes else SCALE_RULES[:1])
         _choose(f"scale_rounding {where}", self.scale_rounding, SCALE_ROUNDINGS if computes else SCALE_ROUNDINGS[:1])
+        kinds = GLOBAL_SCALES if self.scheme == "nvfp4" else GLOBAL_SCALES[:1]
+        _choose(f"global_scale {where}", self.global_scale, kinds)
         floor = self.scale_floor
         if not 0 <= floor < float("inf"):
             raise ValueError(f"scale_floor is {floor!r}; it must be a finite number >= 0")
@@ -163,8 +172,8 @@ class Quant:
 
     @property
     def takes_scale(self) -> bool:
-        """Whether the caller gives a scale: static FP8's scale, NVFP4's global encode factor."""
-        return self.scheme in ("fp8_static", "nvfp4")
+        """Whether the caller gives a scale: static FP8's scale, NVFP4's global scale."""
+        return self.scheme == "fp8_static" or (self.scheme == "nvfp4" and self.global_scale != "none")
 
     @property
     def emits_scale(self) -> bool:
@@ -183,7 +192,8 @@ class Quant:
         return (
             f'{{"scheme":"{self.scheme}","group_size":{self.group_size},"scale_dtype":"{self.scale_dtype}",'
             f'"scale_layout":"{self.scale_layout}","rule":"{self.rule}","scale_floor":{float(self.scale_floor)!r},'
-            f'"scale_rule":"{self.scale_rule}","scale_rounding":"{self.scale_rounding}"}}'
+            f'"scale_rule":"{self.scale_rule}","scale_rounding":"{self.scale_rounding}",'
+            f'"global_scale":"{self.global_scale}"}}'
         )
 
     @staticmethod

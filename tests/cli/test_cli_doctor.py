@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from torchseam.backends import select
 from torchseam.cli import app, doctor
 from torchseam.cli.errors import BadInput
 
@@ -40,8 +41,10 @@ def test_what_is_found_is_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert found["converted models"]["value"] == "gemma-0123"
     assert ("GPU 0" in found) == torch.cuda.is_available()
     assert ("GPU" in found) != torch.cuda.is_available()
-    assert found["backend auto"]["value"] == "collective"
-    assert found["backend mnnvl"]["value"] is None
+    assert found["backend auto"]["value"] == found["backend collective"]["value"] == "usable"
+    for name in ("mnnvl", "trtllm"):
+        assert (found[f"backend {name}"]["value"] is None) == (select.missing(name) is not None)
+        assert found[f"backend {name}"]["note"] == (select.missing(name) or doctor._BACKEND_NOTES[name])
     assert result["ready"] is (not result["problems"])
     assert code == (0 if result["ready"] else 1)
 

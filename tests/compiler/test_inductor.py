@@ -347,3 +347,16 @@ def test_a_report_with_unknown_graphs_says_so():
 def test_bits_is_bitwise():
     assert not torch.equal(bits(torch.tensor([0.0])), bits(torch.tensor([-0.0])))
     assert inductor.report is torchseam.report
+
+
+def test_a_recompilation_adds_no_seam(fresh_dynamo, one_rank):
+    """The report counts what a person counts in the model, and says how often it was compiled."""
+    compiled = torchseam.compile(block(), dynamic=False)
+    with torch.no_grad():
+        for tokens in (3, 4, 5):
+            compiled(torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, HIDDEN).bfloat16())
+    report = torchseam.report(compiled)
+    assert len(report.graphs) == 3 and len(report.distinct) == 1
+    assert (report.fused, sum(report.kinds().values())) == (1, 1)
+    assert "1 seam fused in 1 graph, 3 compilations" in str(report)
+    assert f"3, 4, 5 x {HIDDEN}" in str(report)

@@ -211,3 +211,13 @@ def test_geometry_takes_symbolic_sizes():
         assert layout.as_int32(swizzled).shape[1] == 2
     # No size was burnt into the graph: T is still free.
     assert not mode.shape_env.replacements
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 4), (127, 8), (128, 8), (129, 8), (128, 5), (300, 29)])
+def test_padding_is_zeroed_where_there_is_some(tokens, columns):
+    scales = torch.full(layout.swizzled_shape(tokens, columns), 0x7F, dtype=torch.uint8)
+    layout.zero_padding(scales, tokens, columns)
+    padding = layout.swizzle(torch.ones(tokens, columns, dtype=torch.uint8)) == 0
+    assert not scales[padding].any()
+    if not padding.any():
+        assert (scales == 0x7F).all(), "nothing is written where there is no padding"

@@ -324,3 +324,45 @@ def test_errors_say_what_is_allowed():
     for run, message in cases:
         with pytest.raises(ValueError, match=message):
             run()
+
+
+# ---- torchao's recipe -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.003], ids=str)
+def test_torchao_recipe_step_by_step(scale):
+    y = torch.randn(37, 64, generator=torch.Generator().manual_seed(5)) * torch.logspace(-6, 3, 37)[:, None]
+    y[0] = 0
+    given = None if scale is None else torch.tensor(scale)
+    blocks = y.reshape(37, 4, 16)
+    wanted = blocks.abs().amax(-1) / 6
+    wanted = wanted if given is None else wanted / given
+    stored = wanted.clamp(2.0**-6, 448).to(torch.float8_e4m3fn)
+    multiplier = 1 / stored.float() if given is None else (1 / given) / stored.float()
+    packed, scales = nvfp4.quantize(y, given, "linear", "none" if given is None else "decode")
+    assert torch.equal(nvfp4.unpack(packed), e2m1_codes((blocks * multiplier[..., None]).reshape(37, 64)))
+    assert torch.equal(scales.float(), stored.float())
+    assert (scales[0].float() == 2.0**-6).all(), "a zero block has the smallest scale, not 0"
+    values = nvfp4.dequantize(packed, scales, given, "linear", "none" if given is None else "decode")
+    factor = stored.float() if given is None else stored.float() * given
+    within = wanted <= 448
+    error = (values.reshape(blocks.shape) - blocks).abs().amax(-1)
+    assert (error <= 1.1 * factor)[within].all(), "codes are at most one apart above 4, and the scale may be 1/16 small"
+
+
+def test_torchao_recipe_of_nan_is_a_nan_scale():
+    y = torch.ones(2, 32)
+    y[0, 3] = math.nan
+    packed, scales = nvfp4.quantize(y, None, "linear", "none")
+    assert scales.view(torch.uint8).tolist()[0][0] == 0x7F
+    assert not scales[:, 1].float().isnan().any() and not scales[1].float().isnan().any()
+    assert nvfp4.dequantize(packed, scales, None, "linear", "none")[0, :16].isnan().all()
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(torch.ones(()), "none"), (None, "decode"), (None, "encode")], ids=str)
+def test_a_global_scale_of_another_kind_is_refused(scale, kind):
+    packed, block_scales = nvfp4.quantize(torch.ones(1, 16), torch.ones(()), "linear")
+    with pytest.raises(ValueError, match=f"its kind is '{kind}'"):
+        nvfp4.quantize(torch.ones(1, 16), scale, "linear", kind)
+    with pytest.raises(ValueError, match=f"its kind is '{kind}'"):
+        nvfp4.dequantize(packed, block_scales, scale, "linear", kind)

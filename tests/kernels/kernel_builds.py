@@ -40,7 +40,7 @@ def build(
         **local.attributes(hidden, seam.inner_norm, seam.norm, quant, seam.residual),
         "HAS_RESIDUAL_OUT": "residual" in seam.outputs,
         "HAS_NORM_OUT": "norm" in seam.outputs,
-        "NATIVE": local.native_level(target.arch) if target.backend == "cuda" else 0,
+        "NATIVE": local.native_level(divmod(target.arch, 10)) if target.backend == "cuda" else 0,
     }
     one_byte_scales = quant is not None and quant.scale_dtype in ("ue8m0", "float8_e4m3fn")
     types = {

@@ -44,6 +44,11 @@ def test_every_combination_meets_the_contract(index):
     assert not broken, f"{case}: {broken}"
 
 
+def test_rows_whose_squares_are_subnormal_are_normalised():
+    case, given = kernel_cases.tiny_case()
+    assert not kernel_cases.check(case, given, local.run, local.quantize)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5, 129])
 @pytest.mark.parametrize(
     "quant",
@@ -113,7 +118,7 @@ def test_strides_and_leading_dims_are_honoured(name):
 def test_rows_are_viewed_without_a_copy():
     x = torch.randn(2, 3, 1280)
     for view in (x, x[..., :640], x[0]):
-        assert local._as_rows(view).data_ptr() == view.data_ptr()
+        assert local.as_rows(view).data_ptr() == view.data_ptr()
 
 
 @pytest.mark.parametrize("outputs", [(), ("norm",), ALL_OUT])

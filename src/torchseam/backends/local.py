@@ -10,6 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from torchseam import reference
+from torchseam.backends import flashinfer_local
 from torchseam.operands import Operands
 from torchseam.seam import Quant, Seam
 
@@ -25,6 +26,8 @@ _ATTRIBUTES = frozenset(
 
 def run(seam: Seam, operands: Operands) -> list[Tensor]:
     """A seam that reduces nothing."""
+    if flashinfer_local.allowed() and flashinfer_local.takes(seam, operands):
+        return flashinfer_local.run(seam, operands)
     kernel = _kernel_for(operands.x, seam.quants)
     if kernel is None:
         return reference.run(seam, operands)
@@ -37,6 +40,11 @@ def quantize(y: Tensor, quant: Quant, scale: Tensor | None) -> list[Tensor]:
     if kernel is None:
         return reference.quantize(y, quant, scale)
     return kernel.quantize(y, quant, scale)
+
+
+def has_kernel_for(x: Tensor, quants: tuple[Quant, ...]) -> bool:
+    """Whether a Triton kernel runs rows like those of x [..., H] with these quantisers."""
+    return _kernel_for(x, quants) is not None
 
 
 @functools.lru_cache(maxsize=4096)

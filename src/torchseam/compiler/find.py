@@ -5,17 +5,24 @@ Finding only names parts and says how they hang together. What may be fused is `
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch.fx import Graph, Node
 
-from torchseam.compiler.dialects.collectives import AllReduce, all_reduces
-from torchseam.compiler.dialects.norms import NormMatch, NormMiss, is_rsqrt, match_norm
+from torchseam.compiler.dialects.collectives import AllReduce, match_all_reduce
+from torchseam.compiler.dialects.norm_match import NormMatch, NormMiss
+from torchseam.compiler.dialects.norms import match_norm
 from torchseam.compiler.dialects.quant_match import QuantMatch, QuantMiss
 from torchseam.compiler.dialects.quants import match_quant
 from torchseam.compiler.dialects.views import aten, same_shape, strip, value, viewed
 
+log = logging.getLogger("torchseam")
+
 Views = tuple[Node, ...]
+_Match = TypeVar("_Match")
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Chain:
     """One candidate seam.
 
     x -> [reduce] -> x_views -> [inner] -> [+ residual = add] -> norm_views -> norm -> quants.
-    `x` is the input of the first part that is present.
+    `x` is the input of the first part that is present. `add` holds the sum; an operator that adds the residual
+    itself may have none, when nobody reads it.
     """
 
     norm: NormMatch
@@ -45,15 +53,25 @@ class Chain:
     quants: tuple[FoundQuant, ...] = ()
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A dialect of `part` raised at a node: `why`."""
+
+    part: str
+    node: Node
+    why: str
+
+
 @dataclass
 class Findings:
     """What a graph holds: candidate seams in graph order, all_reduces that no chain took, unreadable norms,
-    and unreadable quantisers of readable norms."""
+    unreadable quantisers of readable norms, and nodes at which a dialect itself failed."""
 
     chains: list[Chain] = field(default_factory=list)
     loose_reduces: list[AllReduce] = field(default_factory=list)
     misses: list[NormMiss] = field(default_factory=list)
     quant_misses: list[QuantMiss] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
 
 def _quants_of(norm: NormMatch, quants: dict[Node, list[QuantMatch]]) -> tuple[FoundQuant, ...]:
@@ -82,7 +100,7 @@ def _source(
     producer, views = strip(node)
     if producer in reduces:
         return _Source(reduces[producer], None, views)
-    if inner_too and producer in norms:
+    if inner_too and producer in norms and norms[producer].residual is None:
         inner = norms[producer]
         below, more = strip(inner.input)
         if below in reduces:
@@ -110,8 +128,10 @@ def _grow(
     """The longest chain that ends in `norm`, taking no all_reduce and no sum that another chain has."""
     quants = _quants_of(norm, by_input)
     producer, norm_views = strip(norm.input)
-    if producer not in taken and _is_plain_add(producer):
-        a, b = producer.args[:2]
+    adds_itself = norm.residual is not None
+    if adds_itself or (producer not in taken and _is_plain_add(producer)):
+        a, b = (norm.input, norm.residual) if adds_itself else producer.args[:2]
+        producer, norm_views = (norm.total, ()) if adds_itself else (producer, norm_views)
         sources = [(_source(a, free, norms, True), b), (_source(b, free, norms, True), a)]
         best = max(
             ((s, other) for s, other in sources if s is not None),
@@ -137,23 +157,32 @@ def _grow(
     return Chain(norm, norm.input, quants=quants)
 
 
+def _ask(dialect: Callable[[Node], _Match | None], node: Node, part: str, findings: Findings) -> _Match | None:
+    """What a dialect says of a node. One that fails leaves that node alone, and never breaks a compilation."""
+    try:
+        return dialect(node)
+    except Exception as error:
+        log.warning("torchseam failed to read %s as a part of a seam; it is left alone", node.name, exc_info=True)
+        findings.failures.append(Failure(part, node, f"{type(error).__name__}: {error}"))
+        return None
+
+
 def find(graph: Graph) -> Findings:
     """All candidate seams of a functional post-grad graph. Linear in the number of nodes."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    reduces = {r.node: r for r in all_reduces(graph)}
     findings = Findings()
+    found = (_ask(match_all_reduce, node, "all_reduce", findings) for node in graph.nodes)
+    reduces = {r.node: r for r in found if r is not None}
     norms: dict[Node, NormMatch] = {}
     quants: dict[Node, list[QuantMatch]] = {}
     quant_misses: list[QuantMiss] = []
     for node in graph.nodes:
-        quant = match_quant(node)
+        quant = _ask(match_quant, node, "quantiser", findings)
         if isinstance(quant, QuantMatch):
             quants.setdefault(quant.input, []).append(quant)
         elif isinstance(quant, QuantMiss):
             quant_misses.append(quant)
-        if not is_rsqrt(node):
-            continue
-        match = match_norm(node)
+        match = _ask(match_norm, node, "norm", findings)
         if isinstance(match, NormMatch):
             norms[match.output] = match
         elif isinstance(match, NormMiss):
@@ -179,6 +208,10 @@ def find(graph: Graph) -> Findings:
             if chain.inner is not None:
                 inners.add(chain.inner.output)
     findings.chains = [chains[n.output] for n in ordered if n.output in chains]
-    findings.quant_misses = [m for m in quant_misses if any(node in norms for node in m.reads)]
+    # The cast of NVFP4's block scales to e4m3 is a part of that quantiser, not one that cannot be read.
+    parts = {node for matches in quants.values() for match in matches for node in match.nodes}
+    parts.update(node for miss in quant_misses for node in miss.reads)
+    unread = (miss for miss in quant_misses if miss.node not in parts)
+    findings.quant_misses = [miss for miss in unread if any(node in norms for node in miss.reads)]
     findings.loose_reduces = list(free.values())
     return findings

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from torchseam.backends import select
+from torchseam.backends import flashinfer_api, select
 from torchseam.compiler import casts
+from torchseam.compiler.dialects.collectives import vllm_groups
 from torchseam.compiler.dialects.views import value
 from torchseam.compiler.find import find
 from torchseam.compiler.plan import Plan, plan
@@ -54,7 +56,21 @@ def _environment() -> dict[str, Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return {"torch": torch.__version__, "world_size": world, "capability": capability}
+    torchao = getattr(sys.modules.get("torchao"), "__version__", None)  # its NVFP4 is known by its own code
+    return {
+        "torch": torch.__version__,
+        "torchao": torchao,
+        "flashinfer": flashinfer_api.version(),
+        "vllm_groups": sorted(vllm_groups().items()),
+        "world_size": world,
+        "capability": capability,
+    }
+
+
+def current_frame() -> str:
+    """Dynamo's number of the stretch of code that is being compiled, the same for every recompilation; '' outside."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return "" if compile_id is None or compile_id.frame_id is None else str(compile_id.frame_id)
 
 
 def _describe(seam: Seam, call: Node) -> FusedSeam:
@@ -64,7 +80,7 @@ def _describe(seam: Seam, call: Node) -> FusedSeam:
     tokens: Any = 1
     for size in lead:
         tokens = tokens * size
-    backend = select.resolve(seam.reduce.backend) if seam.reduce else "local"
+    backend = select.expected(seam.reduce, val.device) if seam.reduce else "local"
     return FusedSeam(
         seam,
         f"{tokens} x {hidden}",
@@ -115,7 +131,7 @@ class FusionPass(CustomGraphPass):
         casts.restore(graph)
         for other in self.also:
             other(graph)
-        result = run_pass(graph, self.config)
+        result = dataclasses.replace(run_pass(graph, self.config), frame=current_frame())
         self.report.graphs.append(result)
         if os.environ.get(LOG_VARIABLE) == "why":
             log.warning("%s", FusionReport([result]))

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from torchseam.backends import local, select
 from torchseam.compiler.dialects.collectives import AllReduce, starts_collective
-from torchseam.compiler.dialects.norms import NormMatch
+from torchseam.compiler.dialects.norm_match import NormMatch
 from torchseam.compiler.dialects.views import last_dim, strip, value
 from torchseam.compiler.find import Chain, Findings, FoundQuant
 from torchseam.compiler.report import Reason, Refusal, source_line
@@ -147,7 +147,7 @@ def _guard_reduce(chain: Chain, config: SeamConfig, ancestry: _Ancestry) -> tupl
         return Reason.DISABLED, "SeamConfig.fuse_all_reduce is False"
     if reduce.op not in _SUM:
         return Reason.ALL_REDUCE_NOT_SUM, f"its op is {reduce.op!r}"
-    if set(reduce.start.users) != {reduce.node}:
+    if reduce.read_early:
         return Reason.ALL_REDUCE_READ_EARLY, f"{len(reduce.start.users)} nodes read it"
     if ancestry.collective_between(reduce.start, chain.norm.output):
         # The operator stands where the norm was: it would change the order of the two collectives.
@@ -242,7 +242,10 @@ def _without_reduce(chain: Chain) -> Chain:
 
 
 def _norm_only(chain: Chain) -> Chain:
-    """The chain that begins at its norm."""
+    """The chain that begins at its norm, or at the sum that its norm makes itself."""
+    if chain.norm.residual is not None:
+        norm = chain.norm
+        return Chain(norm, norm.input, add=norm.total, residual=norm.residual, quants=chain.quants)
     return Chain(chain.norm, chain.norm.input, quants=chain.quants)
 
 
@@ -293,8 +296,10 @@ def decide(chain: Chain, config: SeamConfig, ancestry: _Ancestry, refusals: list
         chain = _without_reduce(chain)
     problem = _guard_activations(chain) or _guard_inputs(chain, ancestry)
     if problem is not None:
-        if chain.add is None:  # the norm itself is at fault: nothing shorter is left
-            refusals.append(_refuse("norm", *problem, chain.norm.output))
+        if chain.residual is None or chain.norm.residual is not None:
+            # The norm itself is at fault, or it adds the residual itself: nothing shorter is left.
+            if chain.norm.residual is None or chain.reduce is not None or chain.quants:
+                refusals.append(_refuse("norm", *problem, chain.norm.output))
             return []
         if chain.reduce is not None or chain.quants:
             refusals.append(_refuse("residual", *problem, chain.add))
@@ -326,6 +331,8 @@ def plan(graph: Graph, findings: Findings, config: SeamConfig) -> Plan:
         result.refusals.append(_refuse("norm", reason, miss.why, miss.node))
     for unread in findings.quant_misses:
         result.refusals.append(_refuse("quantiser", Reason.QUANT_SPELLING, unread.why, unread.node))
+    for failure in findings.failures:
+        result.refusals.append(_refuse(failure.part, Reason.FAILURE, failure.why, failure.node))
     for chain in findings.chains:
         for part in decide(chain, config, ancestry, result.refusals):
             if part.reduce is not None or part.quants:

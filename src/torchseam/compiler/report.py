@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torchseam.backends import select
 from torchseam.seam import Seam
 
 
@@ -33,6 +34,7 @@ class Reason(str, enum.Enum):
     DEPENDENCE = "an input is computed from the seam's own values"
     DISABLED = "the configuration switches it off"
     UNKNOWN_GROUP = "the process group is not known in this process"
+    FAILURE = "torchseam failed while reading it"
     DEVICE = "the operator does not run on this device"
 
 
@@ -50,6 +52,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.HIDDEN_SIZE: "choose a scheme whose group divides the hidden size",
     Reason.DEPENDENCE: "compute the scale, weight or residual before the seam",
     Reason.DISABLED: "change SeamConfig",
+    Reason.FAILURE: "open an issue with the traceback that was logged",
     Reason.DEVICE: "run on a CPU or a CUDA GPU",
     Reason.UNKNOWN_GROUP: "compile after torch.distributed.init_process_group",
 }
@@ -92,7 +95,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph. `plain_norms` counts norms that are no seam (no all_reduce, no quantiser)."""
+    """One compilation of a graph. `plain_norms` counts norms that are no seam (no all_reduce, no quantiser).
+
+    `frame` names the stretch of the model's code that Dynamo captured; a recompilation has it again. '' is unknown.
+    """
 
     fused: tuple[FusedSeam, ...] = ()
     refused: tuple[Refusal, ...] = ()
@@ -101,15 +107,16 @@ class GraphReport:
     nodes: int = 0
     seconds: float = 0.0
     from_cache: bool = False
+    frame: str = ""
 
 
 @dataclass
 class FusionReport:
-    """All graphs of one compiled model, in the order of their compilation.
+    """All compilations of the graphs of one compiled model, in their order.
 
-    `fused` and `not_fused` count over all graphs; `unreported` counts graphs that came from a
-    compile cache without a record of what was fused in them. `gemms` says what multiplies the
-    model's quantised matrices.
+    `fused`, `not_fused`, `refusals` and `kinds` are those of `distinct`, as a person counts in the model;
+    `unreported` counts graphs that came from a compile cache without a record of what was fused in
+    them. `gemms` says what multiplies the model's quantised matrices.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -117,20 +124,31 @@ class FusionReport:
     unreported: int = 0
 
     @property
+    def distinct(self) -> list[GraphReport]:
+        """Each graph once: of several compilations (for other shapes, say) the one with most refusals, or the last."""
+        chosen: dict[object, GraphReport] = {}
+        for number, graph in enumerate(self.graphs):
+            places = tuple(sorted({f.source for f in graph.fused} | {r.source for r in graph.refused}))
+            key = (graph.frame, places) if graph.frame else number
+            if key not in chosen or len(graph.refused) >= len(chosen[key].refused):
+                chosen[key] = graph
+        return list(chosen.values())
+
+    @property
     def fused(self) -> int:
-        return sum(len(g.fused) for g in self.graphs)
+        return sum(len(g.fused) for g in self.distinct)
 
     @property
     def not_fused(self) -> int:
-        return sum(len(g.refused) for g in self.graphs)
+        return sum(len(g.refused) for g in self.distinct)
 
     @property
     def refusals(self) -> list[Refusal]:
-        return [r for g in self.graphs for r in g.refused]
+        return [r for g in self.distinct for r in g.refused]
 
     def kinds(self) -> Counter[str]:
         """How often each kind of seam was fused."""
-        return Counter(f.kind for g in self.graphs for f in g.fused)
+        return Counter(f.kind for g in self.distinct for f in g.fused)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -161,7 +179,7 @@ class FusionReport:
 def graph_to_dict(graph: GraphReport) -> dict[str, Any]:
     """A graph's report as plain JSON values."""
     return {
-        **{k: getattr(graph, k) for k in ("plain_norms", "exact_norms", "nodes", "seconds", "from_cache")},
+        **{k: getattr(graph, k) for k in ("plain_norms", "exact_norms", "nodes", "seconds", "from_cache", "frame")},
         "fused": [{**_fields(f), "seam": json.loads(f.seam.to_json()), "kind": f.kind} for f in graph.fused],
         "refused": [{**_fields(r), "reason": r.reason.name, "remedy": r.remedy} for r in graph.refused],
     }
@@ -187,6 +205,13 @@ def _fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
+def _backend_of(seam: FusedSeam) -> str:
+    """What runs it; where that is chosen at run time, what was chosen."""
+    if seam.backend != "auto" or seam.seam.reduce is None:
+        return seam.backend
+    return select.chosen(seam.seam.reduce.group) or "auto, not run yet"
+
+
 def _place(source: str) -> str:
     """`file.py:12` out of a source line; the code itself is in the JSON."""
     return source.split(" in ")[0].split("/")[-1]
@@ -196,21 +221,33 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def _row(seam: FusedSeam) -> tuple[str, ...]:
+    """What seams of one row of the table share: kind, hidden size, dtype and backend."""
+    return seam.kind, seam.shape.rsplit(" x ", 1)[-1], seam.dtype, _backend_of(seam)
+
+
 def render(report: FusionReport) -> Any:
     """The report as rich tables: one of what was fused, one of what was not, and the notes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    fused = Table(
-        title=f"{_count(report.fused, 'seam')} fused in {_count(len(report.graphs), 'graph')}", title_justify="left"
-    )
+    graphs = report.distinct
+    title = f"{_count(report.fused, 'seam')} fused in {_count(len(graphs), 'graph')}"
+    if len(report.graphs) > len(graphs):
+        title += f", {_count(len(report.graphs), 'compilation')}"
+    fused = Table(title=title, title_justify="left")
     for name in ("seam", "times", "rows x hidden", "dtype", "backend", "first at"):
         fused.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
     groups: dict[tuple[str, ...], list[FusedSeam]] = {}
+    for seam in (f for g in graphs for f in g.fused):
+        groups.setdefault(_row(seam), []).append(seam)
+    tokens: dict[tuple[str, ...], dict[str, None]] = {}  # of all compilations, in their order
     for seam in (f for g in report.graphs for f in g.fused):
-        groups.setdefault((seam.kind, seam.shape, seam.dtype, seam.backend), []).append(seam)
-    for (kind, shape, dtype, backend), seams in groups.items():
+        tokens.setdefault(_row(seam), {})[seam.shape.rsplit(" x ", 1)[0]] = None
+    for row, seams in groups.items():
+        kind, hidden, dtype, backend = row
+        shape = f"{', '.join(tokens[row])} x {hidden}"
         fused.add_row(kind, str(len(seams)), shape, dtype, backend, _place(seams[0].source))
     parts: list[Any] = [fused]
     if report.not_fused:
@@ -223,8 +260,8 @@ def render(report: FusionReport) -> Any:
         for (part, reason, detail), rs in reasons.items():
             refused.add_row(part, str(len(rs)), f"{reason.value}: {detail}", rs[0].remedy, _place(rs[0].source))
         parts.append(refused)
-    plain = sum(g.plain_norms for g in report.graphs)
-    exact = sum(g.exact_norms for g in report.graphs)
+    plain = sum(g.plain_norms for g in graphs)
+    exact = sum(g.exact_norms for g in graphs)
     if plain:
         parts.append(Text(f"{_count(plain, 'norm')} without all_reduce or quantiser: left to Inductor"))
     if exact:
@@ -233,6 +270,8 @@ def render(report: FusionReport) -> Any:
         )
     for name, count in report.gemms.items():
         parts.append(Text(f"{_count(count, 'quantised linear layer')}: {name}"))
+    for group in dict.fromkeys(f.seam.reduce.group for g in report.graphs for f in g.fused if f.seam.reduce):
+        parts += [Text(f"{select.chosen(group)}: {remark}") for remark in select.remarks(group)]
     if report.unreported:
         parts.append(Text(f"{_count(report.unreported, 'graph')} from a compile cache that has no record of the seams"))
     return Group(*parts)

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torchseam import ops  # noqa: F401  (registers torch.ops.torchseam)
-from torchseam.compiler.dialects.views import replay, same_shape, value
+from torchseam.compiler.dialects.views import aten, is_reshape, replay, same_shape, value
 from torchseam.compiler.find import Chain, FoundQuant
 from torchseam.compiler.plan import internal_nodes
 from torchseam.seam import Output, Quant, Reduce, Seam
@@ -95,7 +95,7 @@ def rewrite(graph: Graph, chain: Chain, backend: str, replaced: dict[Node, Node]
         norm=chain.norm.norm,
         reduce=Reduce(chain.reduce.group, backend) if chain.reduce else None,
         inner_norm=chain.inner.norm if chain.inner else None,
-        residual=chain.add is not None,
+        residual=chain.residual is not None,
         quants=tuple(group[0].match.quant for group in twins),
         outputs=outputs,
     )
@@ -165,7 +165,6 @@ def _in_place_of(graph: Graph, new: Node, old: Node, views: tuple[Node, ...], tr
     A quantiser in plain aten may keep a last dimension of 1 that the operator does not return, or lack it;
     vLLM keeps e4m3 scales as int32 words or bytes, and may hold on to the transpose of column-major ones.
     """
-    aten = torch.ops.aten
     if value(new).dtype is not value(old).dtype:
         new = _then(graph, aten.view.dtype, new, value(old).dtype)
     if views and not same_shape(value(new), value(old)):
@@ -173,9 +172,21 @@ def _in_place_of(graph: Graph, new: Node, old: Node, views: tuple[Node, ...], tr
     if transposed:
         return _then(graph, aten.permute.default, new, [1, 0])
     longer = value(new).dim() - value(old).dim()
-    if longer in (1, -1):
+    if longer in (1, -1) and (value(new) if longer == 1 else value(old)).shape[-1] == 1:
         new = _then(graph, aten.squeeze.dim if longer == 1 else aten.unsqueeze.default, new, -1)
+    if not same_shape(value(new), value(old)) and value(new).is_contiguous():
+        new = _in_rows_of(graph, new, old)
     return new
+
+
+def _in_rows_of(graph: Graph, new: Node, old: Node) -> Node:
+    """The same numbers in the shape of `old`, which is a reshape when more than one of its sizes is symbolic."""
+    shape = value(old).shape
+    sizes = old.args[1] if is_reshape(old) else [size if isinstance(size, int) else -1 for size in shape]
+    node = graph.call_function(aten.reshape.default, (new, sizes))
+    with value(new).fake_mode:
+        node.meta["val"] = value(new).reshape(shape)
+    return node
 
 
 def _then(graph: Graph, target: torch._ops.OpOverload, node: Node, argument: object) -> Node:

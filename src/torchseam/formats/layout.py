@@ -145,6 +145,17 @@ def swizzle(block_scales: Tensor) -> Tensor:
     return swizzled.view(block_scales.dtype)
 
 
+def zero_padding(swizzled: Tensor, tokens: int, scale_columns: int) -> None:
+    """Zero the tiles of swizzled [T, Kc] block scales that hold padding, for kernels that write the scales only.
+
+    To be called before them: what else such a tile holds is zeroed too.
+    """
+    if swizzled.shape[-1] != scale_columns:
+        swizzled.view(torch.uint8).zero_()
+    elif swizzled.shape[0] != tokens:
+        swizzled.view(torch.uint8)[-SWIZZLE_ROWS:].zero_()
+
+
 def unswizzle(swizzled: Tensor, tokens: int, scale_columns: int) -> Tensor:
     """The inverse of `swizzle`: [ceil128(T), ceil4(Kc)] -> [T, Kc], same dtype, contiguous.
 

@@ -1,7 +1,8 @@
 """NVFP4 in plain aten ops: e2m1 codes, two a byte, an e4m3 scale per 16 neighbours, and back.
 
 The eager meaning that kernels are held to (DESIGN section 4); not for speed. `global_scale` is the
-**encode** factor 448*6/amax of the tensor, as FlashInfer, TensorRT-LLM and vLLM pass it.
+**encode** factor 448*6/amax of the tensor, as FlashInfer, TensorRT-LLM and vLLM pass it, unless
+`kind` says `decode` or `none`: then the arithmetic is torchao's, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ BLOCK = 16
 #: The value of each code: bit 3 is the sign, bits 2..1 the exponent, bit 0 the mantissa.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 LAYOUTS = ("swizzled", "linear")
+KINDS = ("encode", "decode", "none")
+#: Smallest block scale of torchao: the smallest normal e4m3 (`torch.finfo(torch.float8_e4m3fn).tiny`).
+E4M3_TINY = 2.0**-6
 
 _SIGN = 8
 _CODE_OF_MAX = 7
@@ -65,44 +69,100 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
-def quantize(y: Tensor, global_scale: Tensor, scale_layout: str = "swizzled") -> tuple[Tensor, Tensor]:
+def quantize(
+    y: Tensor, global_scale: Tensor | None, scale_layout: str = "swizzled", kind: str = "encode"
+) -> tuple[Tensor, Tensor]:
     """Packed codes uint8 [..., H/2] and block scales float8_e4m3fn of y [..., H].
 
-    `global_scale` is fp32 with one element on y's device. Block scales are [..., H/16] when `linear`;
-    when `swizzled`, 2-D [ceil128(T), ceil4(H/16)] with T the product of the leading dims and every
-    padding byte 0. All in fp32, as vLLM's reference (ref_nvfp4_quant) and TensorRT-LLM
-    (cvt_warp_fp16_to_fp4) do, but with exact reciprocals where theirs approximate:
+    `global_scale` is fp32 with one element on y's device, None for kind `none`. Block scales are
+    [..., H/16] when `linear`; when `swizzled`, 2-D [ceil128(T), ceil4(H/16)] with T the product of the
+    leading dims and every padding byte 0. All in fp32. Kind `encode`, as vLLM's reference
+    (ref_nvfp4_quant) and TensorRT-LLM (cvt_warp_fp16_to_fp4) do, but with exact reciprocals where
+    theirs approximate:
 
         block_scale = e4m3(min(global_scale * (amax * (1/6)), 448))      NaN amax: 448
         code        = e2m1(y * (1 / (block_scale * (1 / global_scale))))  block_scale 0: code 0
 
-    ValueError for an unknown layout, another global_scale, or H no multiple of 16.
+    Kinds `decode` and `none` (a global_scale of 1, which is not divided by), as torchao's
+    `nvfp4_quantize` does:
+
+        block_scale = e4m3(clamp((amax / 6) / global_scale, 2^-6, 448))  NaN amax: NaN (0x7F)
+        code        = e2m1(y * ((1 / global_scale) / block_scale))       NaN: see `_torchao_nan`
+
+    ValueError for an unknown layout or kind, another global_scale, or H no multiple of 16.
     """
     layout.require_choice("scale_layout of NVFP4", scale_layout, LAYOUTS)
+    layout.require_choice("kind of NVFP4's global_scale", kind, KINDS)
     values = activations_as_float32(y)
     columns = _scale_columns(y.shape[-1], y)
-    encode = one_float32("global_scale", global_scale, y)
+    given = _global_scale(global_scale, kind, y)
     blocks = values.unflatten(-1, (columns, BLOCK))
-
-    amax = blocks.abs().amax(dim=-1)
-    wanted = encode * (amax * (1.0 / E2M1_MAX))
-    block_scales = to_e4m3(wanted.masked_fill(wanted.isnan(), E4M3_MAX))
-    stored = block_scales.to(torch.float32).unsqueeze(-1)
-    codes = to_e2m1(blocks * (stored * encode.reciprocal()).reciprocal())
-    codes = codes.masked_fill(stored == 0, 0).flatten(-2)
+    codes, block_scales = (
+        _as_torchao(blocks, given) if given is None or kind == "decode" else _with_factor(blocks, given)
+    )
+    codes = codes.flatten(-2)
     if scale_layout == "swizzled":
         block_scales = layout.swizzle(block_scales.reshape(-1, columns))
     return pack(codes), block_scales
 
 
-def dequantize(packed: Tensor, block_scales: Tensor, global_scale: Tensor, scale_layout: str = "swizzled") -> Tensor:
+def _with_factor(blocks: Tensor, encode: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, one a byte, and e4m3 scales of blocks [..., 16] with an encode factor."""
+    amax = blocks.abs().amax(dim=-1)
+    wanted = encode * (amax * (1.0 / E2M1_MAX))
+    block_scales = to_e4m3(wanted.masked_fill(wanted.isnan(), E4M3_MAX))
+    stored = block_scales.to(torch.float32).unsqueeze(-1)
+    codes = to_e2m1(blocks * (stored * encode.reciprocal()).reciprocal())
+    return codes.masked_fill(stored == 0, 0), block_scales
+
+
+def _as_torchao(blocks: Tensor, decode: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same by torchao's recipe, with its per-tensor scale or without one."""
+    wanted = blocks.abs().amax(dim=-1) / E2M1_MAX
+    if decode is not None:
+        wanted = wanted / decode
+    block_scales = wanted.clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
+    stored = block_scales.to(torch.float32)
+    factor = 1.0 / stored if decode is None else (1.0 / decode) / stored
+    scaled = blocks * factor.unsqueeze(-1)
+    return torch.where(scaled.isnan(), _torchao_nan(scaled), to_e2m1(scaled)), block_scales
+
+
+def _torchao_nan(x: Tensor) -> Tensor:
+    """What torchao's integer rounding makes of NaN, uint8: 2, 3 or 4 and the sign, from the payload.
+
+    Such a code stands under a NaN scale, or under a global scale of 0 or inf: it means nothing, and is
+    here only so that no bit differs.
+    """
+    bits = x.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    odd = (magnitude >> 22) & 1  # 22 of the 23 mantissa bits of fp32 go
+    rounded = (magnitude - (126 << 23) + ((1 << 21) - 1) + odd) >> 22  # exponent biases 127 and 1
+    return rounded.to(torch.uint8) | (bits < 0).to(torch.uint8) * _SIGN
+
+
+def _global_scale(global_scale: Tensor | None, kind: str, like: Tensor) -> Tensor | None:
+    if (global_scale is None) != (kind == "none"):
+        raise ValueError(f"global_scale is {'missing' if global_scale is None else 'given'}, but its kind is {kind!r}")
+    return None if global_scale is None else one_float32("global_scale", global_scale, like)
+
+
+def dequantize(
+    packed: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor | None,
+    scale_layout: str = "swizzled",
+    kind: str = "encode",
+) -> Tensor:
     """fp32 [..., H] = value * block_scale / global_scale, for packed codes uint8 [..., H/2].
 
+    With kind `decode` it is value * (block_scale * global_scale), with `none` value * block_scale.
     `block_scales` (float8_e4m3fn, or its bytes as uint8) are as `quantize` returns them; `linear`
     ones may be [T, H/16] under any leading dims. ValueError when shape, dtype or layout don't fit.
     """
     layout.require_choice("scale_layout of NVFP4", scale_layout, LAYOUTS)
-    decode = one_float32("global_scale", global_scale, packed)
+    layout.require_choice("kind of NVFP4's global_scale", kind, KINDS)
+    given = _global_scale(global_scale, kind, packed)
     codes = unpack(packed)
     columns = _scale_columns(codes.shape[-1], packed)
     if block_scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
@@ -120,7 +180,9 @@ def dequantize(packed: Tensor, block_scales: Tensor, global_scale: Tensor, scale
     # Sign apart from magnitude: torch.compile (2.13) turns the -0.0 of a table into 0.0.
     magnitudes = packed.new_tensor(E2M1_VALUES[:_SIGN], dtype=torch.float32)
     values = magnitudes[(blocks % _SIGN).to(torch.int32)] * (1.0 - 2.0 * (blocks // _SIGN).to(torch.float32))
-    return (values * scales / decode).flatten(-2)
+    if given is not None and kind == "decode":
+        return (values * (scales * given)).flatten(-2)
+    return (values * scales if given is None else values * scales / given).flatten(-2)
 
 
 def _scale_columns(hidden: int, given: Tensor) -> int:

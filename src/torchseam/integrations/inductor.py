@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from torchseam.backends import select
 from torchseam.compiler import casts
-from torchseam.compiler.fusion_pass import FusionPass
+from torchseam.compiler.fusion_pass import FusionPass, current_frame
 from torchseam.compiler.report import FusionReport, GraphReport, graph_from_dict, graph_to_dict
 from torchseam.config import SeamConfig
 from torchseam.nn import QuantLinear
@@ -78,7 +78,8 @@ class _Records:
                 break
             time.sleep(_RECORD_POLL_SECONDS)
         try:
-            return [dataclasses.replace(graph_from_dict(g), from_cache=True) for g in json.loads(path.read_text())]
+            graphs, frame = [graph_from_dict(g) for g in json.loads(path.read_text())], current_frame()
+            return [dataclasses.replace(graph, from_cache=True, frame=frame) for graph in graphs]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -231,6 +232,11 @@ def report(compiled: Any) -> FusionReport:
 
 
 def reset() -> None:
-    """Forget the shared report of `backend="torchseam"`. For tests and long-lived processes."""
+    """Close every backend, forget which failed, and forget the shared report of `backend="torchseam"`.
+
+    For tests and long-lived processes. Call it on all ranks, and not while a captured CUDA graph may replay: the next
+    seam of each group chooses its backend anew.
+    """
     global _named_backend_report
     _named_backend_report = None
+    select.reset()

@@ -98,23 +98,18 @@ def divide_by_448(x):
 
 
 @triton.jit
-def inverse_root(x, NATIVE: tl.constexpr = 0):
-    """fp32 number x >= 0 -> 1 / sqrt(x) in fp32, rounded correctly.
+def inverse_root(x):
+    """fp32 number x >= 0 -> 1 / sqrt(x) in fp32, rounded correctly: in fp32 the root and the quotient round twice.
 
-    In fp64 with an error of at most 2^-52, then rounded: no fp32's 1 / sqrt is nearer than 2^-51.7 (relative)
-    to the middle between two fp32 (all mantissas tried). Where NATIVE from an approximation (of 2^-22.9, PTX
-    ISA) by one third-order step of five fp64 operations, in place of the twenty of a root and a quotient.
+    One third-order step in fp64 (five operations) from an estimate of 22 bits, with an error of at most 2^-52;
+    no fp32's 1 / sqrt is nearer than 2^-51.7 (relative) to the middle between two fp32 (all mantissas tried).
     """
-    if NATIVE:
-        first = tl.inline_asm_elementwise(
-            "rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        wide = first.to(tl.float64)
-        error = tl.fma(-x.to(tl.float64), wide * wide, tl.full((), 1.0, tl.float64))
-        half = tl.fma(error, tl.full((), 0.375, tl.float64), tl.full((), 0.5, tl.float64))
-        root = tl.fma(wide, error * half, wide).to(tl.float32)
-        # 0, inf and NaN: the approximation is exact, and the step would make NaN of it.
-        root = tl.where((x > 0.0) & (x < float("inf")), root, first)
-    else:
-        root = (1.0 / tl.sqrt(x.to(tl.float64))).to(tl.float32)
-    return root
+    # The estimate takes subnormal numbers for 0.
+    small = x < 1.1754943508222875e-38
+    first = tl.rsqrt(tl.where(small, x * 18446744073709551616.0, x)) * tl.where(small, 4294967296.0, 1.0)
+    wide = first.to(tl.float64)
+    error = tl.fma(-x.to(tl.float64), wide * wide, tl.full((), 1.0, tl.float64))
+    half = tl.fma(error, tl.full((), 0.375, tl.float64), tl.full((), 0.5, tl.float64))
+    root = tl.fma(wide, error * half, wide).to(tl.float32)
+    # Of 0 and inf the estimate is the answer, and the step would make NaN of it.
+    return tl.where((first == 0.0) | (first == float("inf")), first, root)

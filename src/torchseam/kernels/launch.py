@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+from torchseam.seam import Quant
+
+#: Bytes of a packet (kernels/packets.py).
+PACKET = 16
+#: Threads of a warp (NVIDIA).
+WARP = 32
 
 #: Elements of a row in each thread, which bounds the registers: 16, and 32 for blocks of 8192 and more. H200,
 #: 2026-11-30, `python benchmarks/local.py --launches`, us for 8, 16 and 32 warps at H = 8192: per-token 66.3, 69.1,
@@ -37,6 +45,77 @@ class Launch:
 
 #: Everything that `choose` can return.
 CHOICES = (Launch(4), Launch(8), Launch(16), Launch(32))
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """One launch choice of the one-shot kernel. Whatever it is, the bits of the results are the same.
+
+    A multiprocessor runs one program, so that all programs run at once.
+
+    parts: programs that share a row; more than 1 only where each program has one part of one row.
+    pushers: 0: every program pushes its rows and reduces them; else so many programs only push (`ahead` rows on
+        their way to each), and the others only reduce.
+    launch_pdl: let the kernel after this one be launched while this one runs (sm_90 and later).
+    """
+
+    num_warps: int
+    parts: int = 1
+    pushers: int = 0
+    ahead: int = 1
+    launch_pdl: bool = True
+
+    def grid(self, tokens: int, multiprocessors: int) -> tuple[int, int, int]:
+        """(programs, those that push: below this number, those that reduce: from this number on)."""
+        if self.pushers:
+            return multiprocessors, self.pushers, self.pushers
+        programs = min(tokens * self.parts, multiprocessors)
+        if self.parts > 1 and tokens * self.parts > multiprocessors:
+            raise ValueError(
+                f"{tokens} rows in {self.parts} parts are more than the {multiprocessors} programs that run at once"
+            )
+        return programs, programs, 0
+
+    def options(self, pdl: bool) -> dict[str, Any]:
+        """As `Launch.options`; `pdl` where the GPU has programmatic dependent launch."""
+        own = {"launch_pdl": True} if pdl else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, **own}
+
+
+# The figures of the next two come of sweeps on two H200s, torch 2.11, Triton 3.6, before `benchmarks/collective.py
+# --launches` existed, which prints such tables; that itself has not run yet.
+
+#: More rows than multiprocessors: eight programs keep NVLink as busy as all do, with four rows on their way each,
+#: and the others are free to reduce. Two H200s, 2026-12-01, us for 4, 8, 12, 16, 24 pushers and none, T = 1024:
+#: H 4096: 52.2, 28.2, 29.4, 29.0, 29.9, 36.8; H 8192: 98.9, 52.6, 58.5, 55.9, 56.8, 70.4 (pushing alone: 47.4).
+_PUSHERS, _AHEAD = 8, 4
+#: Rows of more packets than this (H = 4096 in bf16) are shared by eight programs while they are few. Two H200s,
+#: 2026-12-01, us for 1, 2, 4, 8, 16 parts: H 8192, T 1: 4.4, 4.3, 3.8, 3.6, 3.6; T 8: 4.9, 4.8, 4.5, 4.3, 4.2;
+#: T 16: 5.2, 5.2, 5.0, 4.8, -; T 32: 5.8, 6.1, 5.9, -, -. H 4096, T 1: 3.4, 3.5, 3.5, 3.6, 4.0; T 8: 3.8, 4.2, 3.8,
+#: 4.0, 4.2: there the exchange between the parts costs what the split gains.
+_PACKETS_OF_LONG_ROW, _PARTS, _ROWS_TO_SPLIT = 512, 8, 16
+
+
+def choose_one_shot(tokens: int, hidden: int, itemsize: int, quant: Quant | None, multiprocessors: int) -> OneShot:
+    """The launch choice of the one-shot kernel for T rows of H elements on a GPU of so many multiprocessors.
+
+    Measured with two ranks; more ranks push more often but at the same rate, and share the choice.
+    """
+    packets = hidden * itemsize // PACKET
+    if packets > _PACKETS_OF_LONG_ROW and tokens <= _ROWS_TO_SPLIT:
+        unit = PACKET // itemsize * _PARTS
+        if quant is not None:
+            unit = math.lcm(unit, quant.multiple_of * _PARTS)
+        if hidden % unit == 0 and tokens * _PARTS <= multiprocessors:
+            return OneShot(_warps_for(packets // _PARTS), _PARTS)
+    if tokens > multiprocessors > 2 * _PUSHERS:
+        return OneShot(_warps_for(packets), pushers=_PUSHERS, ahead=_AHEAD)
+    return OneShot(_warps_for(packets))
+
+
+def _warps_for(packets: int) -> int:
+    """A thread for each packet (two threads of one packet would both push it), a power of two, at most 32 warps."""
+    return min(max(1 << (packets - 1).bit_length() >> 5, 1), _MOST_WARPS)
 
 
 def block_of(hidden: int) -> int:

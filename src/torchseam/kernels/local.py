@@ -21,8 +21,9 @@ from triton import knobs
 
 from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
-from torchseam.kernels.epilogue import ABSENT, epilogue, store_padding_row, store_quantized
+from torchseam.kernels.epilogue import ABSENT, epilogue
 from torchseam.kernels.launch import MAX_HIDDEN, Launch
+from torchseam.kernels.stores import store_padding_row, store_quantized
 from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs, empty_quantized, norm_dtype_of
 from torchseam.seam import Norm, Quant, Seam
@@ -32,7 +33,7 @@ _MAX_ROWS = 2**31 - 1
 #: Triton supports NVIDIA GPUs from compute capability 8.0 on.
 _LEAST_CAPABILITY = (8, 0)
 #: From which compute capability on the kernel may take which level of NATIVE (`casts`).
-_NATIVE_LEVELS = ((100, 2), (89, 1))
+_NATIVE_LEVELS = (((10, 0), 2), ((8, 9), 1))
 _NO_NORM = Norm(eps=0.0, weight="none")
 
 
@@ -104,6 +105,10 @@ def local_kernel(
         inner_weight,
         weight,
         scale,
+        None,
+        0,
+        0,
+        HIDDEN,
         HIDDEN,
         BLOCK,
         RESIDUAL,
@@ -121,6 +126,9 @@ def local_kernel(
         SCALE_ROUNDING,
         SCALE_DTYPE,
         NATIVE,
+        1,
+        0,
+        False,
     )
 
     if HAS_RESIDUAL_OUT:
@@ -128,7 +136,21 @@ def local_kernel(
     if HAS_NORM_OUT:
         tl.store(norm_out_ptr + row * HIDDEN + columns, y, mask=inside)
     if SCHEME != "absent":
-        store_quantized(codes_ptr, scales_ptr, codes, scales, row, column_stride, HIDDEN, BLOCK, SCHEME, GROUP, LAYOUT)
+        store_quantized(
+            codes_ptr,
+            scales_ptr,
+            codes,
+            scales,
+            row,
+            0,
+            column_stride,
+            HIDDEN,
+            HIDDEN,
+            BLOCK,
+            SCHEME,
+            GROUP,
+            LAYOUT,
+        )
 
 
 # ---- host -------------------------------------------------------------------------------------
@@ -143,9 +165,9 @@ def unsupported(x: Tensor) -> str | None:
     if tokens > _MAX_ROWS - layout.SWIZZLE_ROWS:
         return f"there are {tokens} rows; a CUDA grid has at most {_MAX_ROWS}"
     if x.device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(x.device)
-        if capability < _LEAST_CAPABILITY:
-            return f"the GPU's compute capability is {capability}; Triton needs {_LEAST_CAPABILITY}"
+        has = capability(x.device.index)
+        if has < _LEAST_CAPABILITY:
+            return f"the GPU's compute capability is {has}; Triton needs {_LEAST_CAPABILITY}"
     return None
 
 
@@ -172,28 +194,28 @@ def run(seam: Seam, operands: Operands, *, launch: Launch | None = None) -> list
         next(given) if first is not None and first.takes_scale else None,
         values.get("residual"),
         norm_out,
-        _take(quantized, first),
+        take(quantized, first),
     )
     for quant in others:
         assert norm_out is not None
         scale = next(given) if quant.takes_scale else None
-        _launch_quantizer(launch, norm_out, quant, scale, _take(quantized, quant))
+        launch_quantizer(launch, norm_out, quant, scale, take(quantized, quant))
     return outputs
 
 
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None, *, launch: Launch | None = None) -> list[Tensor]:
     """`reference.quantize` by one launch, the same bits. Arguments as `torchseam.ops.quantize` validated them."""
     outputs = empty_quantized(y, quant)
-    _launch_quantizer(launch, y, quant, scale, outputs)
+    launch_quantizer(launch, y, quant, scale, outputs)
     return outputs
 
 
-def _take(quantized: Any, quant: Quant | None) -> list[Tensor]:
+def take(quantized: Any, quant: Quant | None) -> list[Tensor]:
     """The next [codes] or [codes, scales] of `quant`."""
     return [] if quant is None else [next(quantized) for _ in range(1 + quant.emits_scale)]
 
 
-def _launch_quantizer(
+def launch_quantizer(
     launch: Launch | None, y: Tensor, quant: Quant, scale: Tensor | None, quantized: list[Tensor]
 ) -> None:
     _launch(launch, None, None, quant, Operands(y), scale, None, None, quantized)
@@ -211,17 +233,17 @@ def _launch(
     quantized: list[Tensor],
 ) -> None:
     x, residual = operands.x, operands.residual
-    rows = _as_rows(x)
+    rows = as_rows(x)
     tokens, hidden = rows.shape
     if tokens == 0:
         return
     if scale is not None:
         scale = fp8.one_float32("the scale", scale, x)
-    residual_rows = None if residual is None else _as_rows(residual)
-    codes, scales = (*map(_as_stored, quantized), None, None)[:2]
+    residual_rows = None if residual is None else as_rows(residual)
+    codes, scales = (*map(as_stored, quantized), None, None)[:2]
     choice = launch or launches.choose(hidden)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        local_kernel[(_grid(tokens, quant, scales),)](
+        local_kernel[(grid(tokens, quant, scales),)](
             rows,
             residual_rows,
             None if operands.inner_weight is None else operands.inner_weight.contiguous(),
@@ -238,22 +260,30 @@ def _launch(
             **attributes(hidden, inner_norm, norm, quant, residual is not None),
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
-            NATIVE=_native_level_of(x.device.index) if x.is_cuda else 0,
+            NATIVE=native_level_of(x),
             **choice.options(),
         )
 
 
-def native_level(capability: int) -> int:
-    """The constexpr NATIVE for an NVIDIA GPU of a compute capability as Triton writes it: 90 for 9.0."""
+def native_level_of(x: Tensor) -> int:
+    """The constexpr NATIVE of a kernel for x: 0 as well where that is not compiled for an NVIDIA GPU."""
+    return native_level(capability(x.device.index)) if speaks_ptx(x) else 0
+
+
+def native_level(capability: tuple[int, int]) -> int:
+    """The constexpr NATIVE for an NVIDIA GPU of a compute capability."""
     return next((level for least, level in _NATIVE_LEVELS if capability >= least), 0)
 
 
+def speaks_ptx(x: Tensor) -> bool:
+    """Whether a kernel for x is compiled for an NVIDIA GPU."""
+    return x.is_cuda and torch.version.hip is None and not knobs.runtime.interpret
+
+
 @functools.cache
-def _native_level_of(device: int) -> int:
-    if torch.version.hip is not None or knobs.runtime.interpret:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return native_level(10 * major + minor)
+def capability(device: int) -> tuple[int, int]:
+    """The compute capability of a CUDA device; every call asks."""
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -287,18 +317,18 @@ def attributes(
     }
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """x [..., H] as [T, H] with a contiguous last dim: a view where strides allow one, else a copy."""
     rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
+def as_stored(tensor: Tensor) -> Tensor:
     """One-byte floats as bytes: what the kernel stores are codes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _grid(tokens: int, quant: Quant | None, scales: Tensor | None) -> int:
+def grid(tokens: int, quant: Quant | None, scales: Tensor | None) -> int:
     """Programs: one a token, and one for each padding row of the scales' layout."""
     if quant is None or scales is None:
         return tokens

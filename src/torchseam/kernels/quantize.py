@@ -1,4 +1,4 @@
-"""A row's values become codes and scales, in registers: the recipes of `formats`, bit for bit. DESIGN section 4.
+"""The values of a row, or of a part of one, become codes and scales: the recipes of `formats`, bit for bit.
 
 Attributes are constexpr, spelled as in `seam.py`; NATIVE is what the target has, as `casts` counts it.
 """
@@ -30,15 +30,16 @@ from torchseam.kernels.divisions import (
     divides_in_two_parts,
     reciprocal_native,
 )
+from torchseam.kernels.packets import exchange
 
 _MINUS_ZERO = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def within_row(values, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """values [BLOCK] with 0 at and after HIDDEN, whatever arithmetic made of the masked lanes."""
-    if BLOCK != HIDDEN:
-        values = tl.where(tl.arange(0, BLOCK) < HIDDEN, values, 0.0)
+def within_row(values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """values [BLOCK] with 0 at and after WIDTH, whatever arithmetic made of the masked lanes."""
+    if BLOCK != WIDTH:
+        values = tl.where(tl.arange(0, BLOCK) < WIDTH, values, 0.0)
     return values
 
 
@@ -92,6 +93,25 @@ def _amax(values, BLOCK: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr
 
 
 @triton.jit
+def _amax_of_row(
+    values,
+    slots,
+    part,
+    call,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The greatest magnitude of the row, of which values [BLOCK] are all or a part; NaN where there is one."""
+    largest = from_bits(tl.max(magnitude_bits(_amax(values, BLOCK, BLOCK, NATIVE)), axis=0))
+    if PARTS > 1:
+        every = exchange(largest.to(tl.float64), slots, part, call, PARTS, BLOCK // 8, PTX)
+        largest = from_bits(tl.max(magnitude_bits(every.to(tl.float32)), axis=0))
+    return largest
+
+
+@triton.jit
 def _scale_of(
     amax,
     FLOOR: tl.constexpr,
@@ -117,7 +137,7 @@ def _scale_of(
 
 
 @triton.jit
-def _nvfp4(values, encode, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr):
+def _nvfp4(values, encode, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr):
     """Packed codes [BLOCK / 2] and e4m3 block scales [BLOCK / GROUP] (0 outside the row), int32 or int8."""
     wanted = encode * (_amax(values, BLOCK, GROUP, NATIVE) * 0.16666666666666666)
     if NATIVE:
@@ -126,8 +146,8 @@ def _nvfp4(values, encode, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.
     else:
         scales = to_e4m3(tl.where(wanted != wanted, 448.0, wanted))
         stored = from_e4m3(scales)
-    if BLOCK != HIDDEN:  # 0 * encode, which may be inf
-        scales = tl.where(tl.arange(0, BLOCK // GROUP) < HIDDEN // GROUP, scales, 0).to(scales.dtype)
+    if BLOCK != WIDTH:  # 0 * encode, which may be inf
+        scales = tl.where(tl.arange(0, BLOCK // GROUP) < WIDTH // GROUP, scales, 0).to(scales.dtype)
     decode = tl.div_rn(1.0, encode)
     factor = _factor(stored * decode, decode, NATIVE)
     # A block whose scale is 0 has codes +0: its values (no inf or NaN among them, whose scale is 448) times 0,
@@ -166,7 +186,10 @@ def _e4m3(values, NATIVE: tl.constexpr):
 def quantize_row(
     y,
     scale,
-    HIDDEN: tl.constexpr,
+    slots,
+    part,
+    call,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SCHEME: tl.constexpr,
     RULE: tl.constexpr,
@@ -176,16 +199,18 @@ def quantize_row(
     SCALE_ROUNDING: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
     NATIVE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Codes and scales of a row y [BLOCK], bf16, fp16 or fp32, of which HIDDEN elements count.
+    """Codes and scales of a row (or part) y [BLOCK], bf16, fp16 or fp32, of which WIDTH elements count.
 
     `scale` is the fp32 scale of fp8_static or the encode factor of nvfp4, anything for the others.
     Codes are int32, [BLOCK], or [BLOCK / 2] packed for nvfp4. Scales are as they are stored: fp32 (one
     for fp8_token, [BLOCK / GROUP] for fp8_group), int32 codes (ue8m0, nvfp4), `scale` for fp8_static.
     NATIVE: what the target has, as `casts` counts it; codes (and e4m3 scales) are int8 unless it is 0. The
-    bits are the same at every level.
+    bits are the same at every level. `slots`, `part`, `call`, PARTS, PTX: as `epilogue` has them.
     """
-    values = within_row(to_float32(y, NATIVE), HIDDEN, BLOCK)
+    values = within_row(to_float32(y, NATIVE), WIDTH, BLOCK)
     QUICK: tl.constexpr = NATIVE and RULE == "divide"
     if SCHEME == "fp8_static":
         if QUICK:
@@ -195,7 +220,7 @@ def quantize_row(
         codes = _e4m3(quotient, NATIVE)
         scales = scale
     elif SCHEME == "fp8_token":
-        amax = tl.max(_amax(values, BLOCK, BLOCK, NATIVE), axis=0)
+        amax = _amax_of_row(values, slots, part, call, BLOCK, NATIVE, PARTS, PTX)
         scales = _scale_of(amax, FLOOR, SCALE_RULE, SCALE_ROUNDING, y.dtype, NATIVE)
         if QUICK:
             quotient = _quotient_of_row(values, scales, y.dtype != tl.float32)
@@ -223,5 +248,5 @@ def quantize_row(
                 scales = powers
         codes = tl.reshape(codes, (BLOCK,))
     else:
-        codes, scales = _nvfp4(values, scale, HIDDEN, BLOCK, GROUP, NATIVE)
+        codes, scales = _nvfp4(values, scale, WIDTH, BLOCK, GROUP, NATIVE)
     return codes, scales

@@ -16,16 +16,15 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchseam.compiler.dialects.quant_match import QuantMatch, QuantMiss, Unread, rounded
-from torchseam.compiler.dialects.views import aten, convert, is_call, last_dim, same_shape, value
+from torchseam.compiler.dialects.views import RESHAPES, aten, convert, is_call, last_dim, same_shape, value
 from torchseam.formats.fp8 import E4M3_MAX
 from torchseam.seam import FP8_GROUP_SIZES, Quant, Rule, ScaleRounding, ScaleRule
 
 _NARROW = (torch.bfloat16, torch.float16)
 _FLOATS = (*_NARROW, torch.float32)
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 #: What the arithmetic of a quantiser consists of: how far up an unreadable one is followed.
 _ARITHMETIC = (
-    *_VIEWS,
+    *RESHAPES,
     convert,
     operator.getitem,
     *(getattr(aten, name).default for name in ("abs", "amax", "clamp", "clamp_min", "clamp_max", "maximum")),
@@ -103,7 +102,7 @@ def _read(cast: Node) -> QuantMatch:
     how: dict[str, Any] = {"scale_floor": floor, "scale_rule": scale_rule, "scale_rounding": rounding}
     if not group:
         return QuantMatch(Quant("fp8_token", rule=rule, **how), y, None, (cast, result), tuple(reading.nodes))
-    codes = _only_view(cast, last_dim(y), y)
+    codes = _only_view(cast, last_dim(y))
     reading.nodes.append(codes)
     return QuantMatch(Quant("fp8_group", group, rule=rule, **how), y, None, (codes, result), tuple(reading.nodes))
 
@@ -181,7 +180,7 @@ def _climb(node: Node, reading: _Reading, until: Node | None = None) -> tuple[No
         elif is_call(node, aten.abs.default) and not seen_abs:
             seen_abs = True
             node = reading.take(node)
-        elif until is not None and is_call(node, *_VIEWS) and same_shape(_value(node), _value(node.args[0])):
+        elif until is not None and is_call(node, *RESHAPES) and same_shape(_value(node), _value(node.args[0])):
             node = reading.take(node)
         elif until is None:
             break
@@ -195,21 +194,25 @@ def _climb(node: Node, reading: _Reading, until: Node | None = None) -> tuple[No
 
 
 def _group_of(node: Node) -> int:
-    """The group size when `node` cuts rows [.., H] into [.., H / group, group]; 0 when it does not."""
-    if not is_call(node, *_VIEWS):
+    """The group size when `node` cuts rows [.., H] into [.., H / group, group] or [all groups, group], else 0."""
+    if not is_call(node, *RESHAPES):
         return 0
     here, below = _value(node), _value(node.args[0])
     size, hidden = here.shape[-1] if here.dim() else None, last_dim(node.args[0])
-    if size not in FP8_GROUP_SIZES or not isinstance(hidden, int) or here.dim() != below.dim() + 1 or hidden % size:
+    if size not in FP8_GROUP_SIZES or not isinstance(hidden, int) or hidden % size:
+        return 0
+    if here.dim() == 2 and below.dim() > 1 and hidden > size:  # one view that flattens, too; the sizes say the rest
+        return size
+    if here.dim() != below.dim() + 1:
         return 0
     cut = (*below.shape[:-1], hidden // size, size)
     return size if all(statically_known_true(a == b) for a, b in zip(here.shape, cut, strict=True)) else 0
 
 
-def _only_view(node: Node, hidden: Any, y: Node) -> Node:
+def _only_view(node: Node, hidden: Any) -> Node:
     """The one reader of codes in groups: the view that puts the rows together again."""
     readers = list(node.users)
-    if len(readers) == 1 and is_call(readers[0], *_VIEWS) and same_shape(_value(readers[0]), _value(y)):
+    if len(readers) == 1 and is_call(readers[0], *RESHAPES) and last_dim(readers[0]) == hidden:
         return readers[0]
     raise Unread(f"the groups of codes are not put back to rows of {hidden}")
 
@@ -339,7 +342,7 @@ def _floor_of(step: Node) -> float:
 
 def _keeps_numbers(node: Any) -> bool:
     """Whether a node only adds or removes a last dimension of 1, reshapes to the shape it has, or copies."""
-    if not is_call(node, *_VIEWS, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims):
+    if not is_call(node, *RESHAPES, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims):
         return False
     here, below = _value(node), _value(node.args[0])
     shorter, longer = sorted((here.shape, below.shape), key=len)

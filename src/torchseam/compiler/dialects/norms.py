@@ -6,43 +6,34 @@ rest off its surroundings: epsilon and weight are attributes of the match, never
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from torchseam.compiler.dialects.norm_match import NormMatch, NormMiss
 from torchseam.compiler.dialects.views import aten, convert, is_call, last_dim, value
+from torchseam.compiler.dialects.vllm_norms import match_vllm_norm
 from torchseam.seam import Norm, WeightMode
 
 
-@dataclass(frozen=True)
-class NormMatch:
-    """An RMSNorm: `output = norm(input, weight)`; `nodes` are all of its nodes, `output` the last."""
-
-    norm: Norm
-    input: Node
-    weight: Node | None
-    output: Node
-    nodes: tuple[Node, ...]
+def match_norm(node: Node) -> NormMatch | NormMiss | None:
+    """The RMSNorm whose middle (a reciprocal square root) or operator `node` is; None when it is neither."""
+    return _match_aten(node) if _is_rsqrt(node) else match_vllm_norm(node)
 
 
-@dataclass(frozen=True)
-class NormMiss:
-    """A mean of squares under a reciprocal square root that is no RMSNorm we can read; `why` says so.
-
-    `partial_row`: the mean is over something else than the last dimension alone.
-    """
-
-    node: Node
-    why: str
-    partial_row: bool = False
-
-
-def is_rsqrt(node: Node) -> bool:
+def _is_rsqrt(node: Node) -> bool:
     if node.op != "call_function":
         return False
-    return node.target is aten.rsqrt.default or bool(node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5)
+    inverse = bool(node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5)
+    return node.target is aten.rsqrt.default or inverse or _root_below(node) is not None
+
+
+def _root_below(node: Node) -> Node | None:
+    """The square root that `node` is the reciprocal of, None when it is none."""
+    root: Any = node.args[0] if is_call(node, aten.reciprocal.default) else None
+    power = is_call(root, aten.pow.Tensor_Scalar) and root.args[1] == 0.5
+    return root if power or is_call(root, aten.sqrt.default) else None
 
 
 def _only_user(node: Node) -> Node | None:
@@ -60,9 +51,16 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (is_call(a, convert) and is_call(b, convert) and a.args == b.args)
 
 
-def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
+def _match_aten(rsqrt: Node) -> NormMatch | NormMiss | None:
     """The RMSNorm around a reciprocal square root; None when it is no mean of squares at all."""
-    with_eps = rsqrt.args[0]
+    root = _root_below(rsqrt)
+    below: tuple[Node, ...] = ()
+    with_eps = (rsqrt if root is None else root).args[0]
+    if root is not None:
+        below = (root, rsqrt)
+        user = _only_user(rsqrt)
+        if is_call(user, aten.mul.Tensor) and user.args[1] == 1:  # `1.0 / sqrt(x)` is `reciprocal * 1.0`
+            rsqrt = user
     if not is_call(with_eps, aten.add.Tensor, aten.add.Scalar) or with_eps.kwargs:
         return None
     mean, eps = with_eps.args[:2]
@@ -92,6 +90,8 @@ def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
         return NormMiss(rsqrt, f"the mean is over dims {list(mean.args[1])} of {val.dim()}", partial_row=True)
     if not keeps or (spread and spread[0].args[1] not in (-1, val.dim() - 1)):
         return NormMiss(rsqrt, "the mean does not keep its dimension")
+    if is_call(eps, aten.full.default) and value(eps).dtype is torch.float32 and not value(eps).dim():
+        eps = eps.args[1]
     if not isinstance(eps, (int, float)):
         return NormMiss(rsqrt, "epsilon is an input of the graph, not a number (torchseam.compile keeps it one)")
     if not 0 <= eps < float("inf"):
@@ -104,7 +104,7 @@ def match_norm(rsqrt: Node) -> NormMatch | NormMiss | None:
             return NormMiss(rsqrt, "the values that are scaled are not those that were squared", partial_row=True)
         return NormMiss(rsqrt, "the root does not multiply the values that were squared")
     narrow = wide.args[0] if is_call(wide, convert) else wide
-    upper = (squares, mean, *spread, with_eps, rsqrt, scaled)
+    upper = (squares, mean, *spread, with_eps, *below, rsqrt, scaled)
     if narrow is not wide:
         upper = tuple(dict.fromkeys((wide, _other(scaled, rsqrt), *upper)))
     return _match_weight(rsqrt, narrow, scaled, float(eps), upper)

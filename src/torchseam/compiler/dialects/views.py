@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 
-_RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def value(node: Node) -> torch.Tensor | None:
@@ -23,6 +23,11 @@ def value(node: Node) -> torch.Tensor | None:
 def is_call(node: Any, *targets: Any) -> bool:
     """Whether a node calls one of these operators."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def is_reshape(node: Any) -> bool:
+    """Whether a node reshapes, whatever becomes of the rows."""
+    return is_call(node, *RESHAPES)
 
 
 def last_dim(node: Node) -> Any:
@@ -45,7 +50,7 @@ def viewed(node: Any) -> Node | None:
     if not (isinstance(node, Node) and node.op == "call_function"):
         return None
     source: Any = None
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         source = node.args[0]
     elif node.target is aten.copy.default:
         source = node.args[1]
@@ -70,7 +75,7 @@ def strip(node: Node) -> tuple[Node, tuple[Node, ...]]:
 def replay(graph: Graph, node: Node, views: tuple[Node, ...]) -> Node:
     """Apply the same row views to another value; its last dimension may differ (codes, scales)."""
     for view in views:
-        if view.target not in _RESHAPES:
+        if view.target not in RESHAPES:
             continue
         size = [*view.args[1][:-1], last_dim(node)]
         before = value(node)

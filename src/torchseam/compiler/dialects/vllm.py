@@ -28,7 +28,7 @@ _LEAST_ROUNDED_UP = 1e-10
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One operator: what it was given, by name, and the nodes that hold what it wrote, None where nobody reads.
 
     `transposed`: arguments that were a transposed view of the buffer whose new value the node is.
@@ -41,17 +41,23 @@ class _Call:
     transposed: frozenset[str] = frozenset()
 
 
+def called(node: Node) -> tuple[torch._ops.OpOverload | None, bool]:
+    """The operator that a node calls, and whether functionalisation wrapped it."""
+    wrapped = is_call(node, _wrappers.auto_functionalized, _wrappers.auto_functionalized_v2)
+    target = node.args[0] if wrapped else node.target
+    return (target if isinstance(target, torch._ops.OpOverload) else None), wrapped
+
+
 def match_vllm(node: Node) -> QuantMatch | QuantMiss | None:
     """The quantiser that `node`, a call of one of vLLM's operators, is."""
     if node.op != "call_function":
         return None
-    wrapped = is_call(node, _wrappers.auto_functionalized, _wrappers.auto_functionalized_v2)
-    target = node.args[0] if wrapped else node.target
-    reader = _READERS.get(target.name()) if isinstance(target, torch._ops.OpOverload) else None
+    target, wrapped = called(node)
+    reader = _READERS.get(target.name()) if target is not None else None
     if reader is None:
         return None
     try:
-        return reader(_unwrap(node, target) if wrapped else _functional(node, target))
+        return reader(unwrap(node, target) if wrapped else _functional(node, target))
     except Unread as why:
         reads: list[Node] = []
         for source in node.all_input_nodes:
@@ -71,20 +77,21 @@ def _results(node: Node, names: list[str], first: int) -> dict[str, Node | None]
     return found
 
 
-def _functional(node: Node, target: torch._ops.OpOverload) -> _Call:
+def _functional(node: Node, target: torch._ops.OpOverload) -> Call:
     if target._schema.is_mutable:
         raise Unread(f"{target.name()} writes into its arguments: the graph is not functional")
     names = [a.name for a in target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return _Call(node, given, _results(node, ["output", "output_scale"], 0), {})
+    return Call(node, given, _results(node, ["output", "output_scale"], 0), {})
 
 
-def _unwrap(node: Node, target: torch._ops.OpOverload) -> _Call:
+def unwrap(node: Node, target: torch._ops.OpOverload) -> Call:
+    """A call of an out-variant or in-place operator that functionalisation wrapped."""
     mutable = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = dict(node.kwargs)
     written = _results(node, mutable, max(1, len(target._schema.returns)))
     if node.target is _wrappers.auto_functionalized:
-        return _Call(node, given, written, {name: given[name] for name in mutable})
+        return Call(node, given, written, {name: given[name] for name in mutable})
     bases, transposed = given["_all_bases"], []
     buffers = {name: bases[given[f"_{name}_base_index"]] for name in mutable}
     if [given[f"_{name}_base_index"] for name in mutable] != list(range(len(bases))):
@@ -94,7 +101,7 @@ def _unwrap(node: Node, target: torch._ops.OpOverload) -> _Call:
             transposed += [name] if _is_transpose(name, given, base) else []
         if f"_{name}_slice_dim" in given or (f"_{name}_size" in given and name not in transposed):
             raise Unread(f"{name} is a part of a larger buffer")
-    return _Call(node, given, written, buffers, frozenset(transposed))
+    return Call(node, given, written, buffers, frozenset(transposed))
 
 
 def _is_transpose(name: str, given: dict[str, Any], base: Node) -> bool:
@@ -112,23 +119,27 @@ def _is_transpose(name: str, given: dict[str, Any], base: Node) -> bool:
     return len(here) == len(there) and all(statically_known_true(a == b) for a, b in zip(here, there, strict=True))
 
 
-def _match(call: _Call, quant: Quant, scale: Node | None, names: tuple[str, ...]) -> QuantMatch:
-    y = call.given["input"]
-    results = tuple(call.written[name] for name in names)
+def own_buffers(call: Call) -> tuple[Node, ...]:
+    """The buffers of a call, and what they are views of, unless someone else has a use for them."""
     buffers: list[Node] = []
     for reader, buffer in ((call.node, b) for b in call.buffers.values()):
-        # The buffer, and what it is a view of, unless someone else has a use for them.
         while buffer.op == "call_function" and set(buffer.users) == {reader}:
             buffers.append(buffer)
             sources = [n for n in buffer.all_input_nodes if value(n) is not None]
             if len(sources) != 1:
                 break
             reader, buffer = buffer, sources[0]
-    nodes = (*buffers, call.node, *(r for r in results if r is not None))
+    return tuple(buffers)
+
+
+def _match(call: Call, quant: Quant, scale: Node | None, names: tuple[str, ...]) -> QuantMatch:
+    y = call.given["input"]
+    results = tuple(call.written[name] for name in names)
+    nodes = (*own_buffers(call), call.node, *(r for r in results if r is not None))
     return QuantMatch(quant, y, scale, results, nodes, bool(set(names[1:]) & call.transposed))
 
 
-def _buffer(call: _Call, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _buffer(call: Call, name: str, dtype: torch.dtype) -> torch.Tensor:
     """The fake tensor of a buffer, which must be of a dtype."""
     val = value(call.buffers[name])
     if val is None or val.dtype is not dtype:
@@ -136,13 +147,13 @@ def _buffer(call: _Call, name: str, dtype: torch.dtype) -> torch.Tensor:
     return val
 
 
-def _codes(call: _Call, name: str) -> None:
+def _codes(call: Call, name: str) -> None:
     """Codes must be e4m3fn in the shape of the input, not a part of something else."""
     if not same_shape(_buffer(call, name, torch.float8_e4m3fn), value(call.given["input"])) or name in call.transposed:
         raise Unread(f"{name} has another shape than the input")
 
 
-def _static(call: _Call) -> QuantMatch:
+def _static(call: Call) -> QuantMatch:
     """`y * (1 / scale)`."""
     _codes(call, "result")
     group = call.given.get("group_shape")
@@ -151,7 +162,7 @@ def _static(call: _Call) -> QuantMatch:
     return _match(call, Quant("fp8_static", rule="reciprocal"), call.given["scale"], ("result",))
 
 
-def _per_token(call: _Call) -> QuantMatch:
+def _per_token(call: Call) -> QuantMatch:
     """`max(amax / 448, 1 / (448 * 512))`. Where a row holds NaN, theirs ignores it in amax, and ours does not."""
     _codes(call, "result")
     if call.given.get("scale_ub") is not None:
@@ -163,7 +174,7 @@ def _per_token(call: _Call) -> QuantMatch:
     return _match(call, Quant("fp8_token", scale_floor=floor), None, ("result", "scale"))
 
 
-def _per_group(call: _Call) -> QuantMatch:
+def _per_group(call: Call) -> QuantMatch:
     """`max(amax, eps) / 448`, perhaps rounded up to a power of two and stored as fp32. NaN as in `_per_token`."""
     _codes(call, "output_q")
     given = call.given
@@ -180,7 +191,7 @@ def _per_group(call: _Call) -> QuantMatch:
     return _match(call, quant, None, ("output_q", "output_s"))
 
 
-def _group_layout(call: _Call, size: int, dtype: str) -> str:
+def _group_layout(call: Call, size: int, dtype: str) -> str:
     """The layout whose shape and strides the buffer of the scales has."""
     scales = _buffer(call, "output_s", torch.float32)
     if "output_s" in call.transposed:
@@ -194,7 +205,7 @@ def _group_layout(call: _Call, size: int, dtype: str) -> str:
     raise Unread(f"scales of shape {tuple(scales.shape)} and strides {scales.stride()} are in no layout we know")
 
 
-def _bytes(call: _Call, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, Any]) -> None:
+def _bytes(call: Call, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, Any]) -> None:
     """An output must be contiguous and have as many bytes a row, in one of the dtypes."""
     node = call.buffers.get(name, call.written[name])
     val = None if node is None else value(node)
@@ -207,7 +218,7 @@ def _bytes(call: _Call, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple
         raise Unread(f"{name} is {tuple(val.shape)}, not {shape} bytes")
 
 
-def _nvfp4(call: _Call) -> QuantMatch:
+def _nvfp4(call: Call) -> QuantMatch:
     """NVFP4; theirs takes approximate reciprocals (cvt_warp_fp16_to_fp4), ours exact ones."""
     val = value(call.given["input"])
     if call.transposed or val.dim() != 2 or last_dim(call.given["input"]) % NVFP4_BLOCK:
@@ -222,7 +233,7 @@ def _nvfp4(call: _Call) -> QuantMatch:
     return _match(call, quant, call.given["input_scale"], ("output", "output_scale"))
 
 
-_READERS: dict[str, Callable[[_Call], QuantMatch]] = {
+_READERS: dict[str, Callable[[Call], QuantMatch]] = {
     "_C::static_scaled_fp8_quant": _static,
     "_C::dynamic_per_token_scaled_fp8_quant": _per_token,
     "_C::per_token_group_fp8_quant": _per_group,

@@ -1,0 +1,211 @@
+"""`symmetric`: our own fused collective over symmetric memory, peer to peer, in one kernel.
+
+For NVIDIA GPUs of one machine that reach each other's memory (NVLink or PCIe). NVLink multicast is not used.
+Sums in rank order, so the bits are those of DESIGN section 4, rule 1, on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchseam.backends import local as local_backend
+from torchseam.backends.base import Backend, Group, Kind, Unavailable, agree, host, verdict
+from torchseam.operands import Operands
+from torchseam.seam import Norm, Quant, Reduce, Seam
+
+_log = logging.getLogger(__name__)
+
+NAME = "symmetric"
+#: Seconds after which a wait for another rank stops the kernel and says who waited for whom. Not set: for ever.
+WATCHDOG_VARIABLE = "TORCHSEAM_WATCHDOG"
+
+_MOST_RANKS = 8
+#: `st.relaxed.sys` and vectors of it.
+_LEAST_CAPABILITY = (8, 0)
+#: Seconds that the self-test may take; a push takes microseconds.
+_SELF_TEST_TIMEOUT = 10.0
+#: Seconds between two looks at what the kernels wrote for the host.
+_WATCHDOG_PERIOD = 0.2
+
+
+def probe(group: Group) -> str | None:
+    """Why this rank could not run it, or None (`base.Kind.probe`)."""
+    if group.device.type != "cuda":
+        return f"the model is on {group.device.type}; it needs CUDA GPUs"
+    if torch.version.hip is not None:
+        return "it is written for NVIDIA GPUs; this torch was built for AMD"
+    if not 2 <= group.world_size <= _MOST_RANKS:
+        return f"the group has {group.world_size} ranks; it takes 2 to {_MOST_RANKS}"
+    capability = torch.cuda.get_device_capability(group.device)
+    if capability < _LEAST_CAPABILITY:
+        return f"the GPU's compute capability is {capability}; it needs {_LEAST_CAPABILITY}"
+    try:
+        import torchseam.kernels.one_shot  # noqa: F401
+    except Exception as error:  # a broken installation of Triton raises more than ImportError
+        return f"its kernel cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def open_on(group: Group) -> Symmetric:
+    """Collective (`base.Kind.open`)."""
+    _check_peers(group)
+    from torchseam.backends import workspace
+
+    made = Symmetric(group, workspace.create(group))
+    failure = verdict(group, made.self_test())
+    if failure is not None:
+        made.close()
+        raise Unavailable(f"its self-test failed ({failure})")
+    return made
+
+
+def missing() -> str | None:
+    """What this machine lacks for it on any group, or None (`base.Kind.missing`)."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA GPU"
+    return probe(Group(NAME, 0, 2, torch.device("cuda", torch.cuda.current_device())))
+
+
+KIND = Kind(NAME, probe, open_on, missing)
+
+
+def _check_peers(group: Group) -> None:
+    """One machine, and GPUs that reach each other; `Unavailable` on every rank otherwise."""
+    uuid = str(torch.cuda.get_device_properties(group.device).uuid)
+    ranks = agree(group, {"machine": host(), "uuid": uuid})
+    machines = {rank["machine"] for rank in ranks}
+    if len(machines) > 1:
+        raise Unavailable(f"the group's ranks are on {len(machines)} machines; it needs one")
+    uuids = [rank["uuid"] for rank in ranks]
+    if len(set(uuids)) < len(uuids):
+        raise Unavailable("two ranks share a GPU; each needs its own")
+    visible = {str(torch.cuda.get_device_properties(d).uuid): d for d in range(torch.cuda.device_count())}
+    cut_off = [
+        str(peer)
+        for peer, name in enumerate(uuids)
+        if peer != group.rank
+        and name in visible
+        and not torch.cuda.can_device_access_peer(group.device.index, visible[name])
+    ]
+    why = f"no peer-to-peer access to the GPUs of ranks {', '.join(cut_off)}" if cut_off else None
+    objection = verdict(group, why)
+    if objection is not None:
+        raise Unavailable(objection)
+
+
+def watchdog_seconds() -> float:
+    """What TORCHSEAM_WATCHDOG says; 0 when it is not set. ValueError for what is no number of seconds."""
+    text = os.environ.get(WATCHDOG_VARIABLE, "").strip() or "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{WATCHDOG_VARIABLE} is {text!r}; give seconds (such as 30), or 0 for no watchdog")
+    return seconds
+
+
+class Symmetric(Backend):
+    """The backend, open on one group. Its calls must follow each other: one stream, or ordered streams."""
+
+    name = NAME
+
+    def __init__(self, group: Group, workspace: Any) -> None:
+        from torchseam.kernels.channel import Watch
+
+        self._group = group
+        self._workspace = workspace
+        # Pinned: the kernels write there, and it can be read when they have stopped.
+        self._mailbox = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._watch = Watch(watchdog_seconds(), self._mailbox.data_ptr())
+        self._stream: torch.cuda.Stream | None = None
+        self._closed = threading.Event()
+        if self._watch.timeout:
+            threading.Thread(target=self._look, name="torchseam-watchdog", daemon=True).start()
+
+    def refuses(self, seam: Seam, operands: Operands) -> str | None:
+        """`base.Backend.refuses`: the same on all ranks."""
+        from torchseam.kernels import rows
+
+        x = operands.x
+        if not local_backend.has_kernel_for(x, seam.quants):
+            return "the Triton kernels cannot take this seam"
+        size = x.numel() * x.itemsize
+        capacity = self._workspace.channel.slot_bytes
+        if size > capacity:
+            return f"x is {size} bytes; the workspace takes {capacity} a call"
+        return rows.unsupported(x)
+
+    def run(self, seam: Seam, operands: Operands) -> list[Tensor]:
+        """`base.Backend.run`."""
+        from torchseam.kernels import one_shot
+
+        self._follow_last_call()
+        return one_shot.run(seam, operands, self._workspace.channel, watch=self._watch)
+
+    def memory(self) -> int:
+        """`base.Backend.memory`."""
+        size: int = self._workspace.memory()
+        return size
+
+    def close(self) -> None:
+        """`base.Backend.close`."""
+        self._closed.set()
+        self._workspace.close()
+
+    def self_test(self) -> str | None:
+        """What is wrong with a small call of known result, or None. Collective; ends in bounded time."""
+        from torchseam.kernels import channel, local, one_shot
+
+        device, size = self._group.device, self._group.world_size
+        watch = dataclasses.replace(self._watch, timeout=_SELF_TEST_TIMEOUT, trap=False)
+        seam = Seam(
+            Norm(1e-6, "none"),
+            reduce=Reduce(self._group.name),
+            residual=True,
+            quants=(Quant("fp8_token"),),
+            outputs=("residual", "norm"),
+        )
+        pattern = torch.arange(3 * 1024, device=device).reshape(3, 1024)
+        terms = [(pattern % (7 + rank) - 3).bfloat16() for rank in range(size)]
+        residual = (pattern % 5).bfloat16()
+        total = torch.stack(terms).float().sum(0).bfloat16()
+        try:
+            # Three calls: both halves of the buffer, and one of them again.
+            for _ in range(3):
+                got = one_shot.run(
+                    seam, Operands(terms[self._group.rank], residual), self._workspace.channel, watch=watch
+                )
+            expected = local.run(seam.local(), Operands(total, residual))
+            torch.cuda.synchronize(device)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        if record := int(self._mailbox):
+            return channel.explain(record)
+        same = [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, expected, strict=True)]
+        return None if all(same) else "the sum over the ranks came out wrong"
+
+    def _follow_last_call(self) -> None:
+        """The kernels of one workspace must not overlap: wait for the call before, when it was on another stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self._group.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _look(self) -> None:
+        """Say what a stopped kernel left for the host: CUDA itself only says that one stopped."""
+        from torchseam.kernels import channel
+
+        while not self._closed.wait(_WATCHDOG_PERIOD):
+            if record := int(self._mailbox):
+                _log.error("%s (%.0f s); the kernel was stopped", channel.explain(record), self._watch.timeout)
+                return
