@@ -200,7 +200,7 @@ def divide_kernel(a_ptr, b_ptr, quick_ptr, long_ptr, count, NARROW: tl.constexpr
     inside = at < count
     a = tl.load(a_ptr + at, mask=inside, other=1.0)
     b = tl.load(b_ptr)
-    quick = casts.to_e4m3_native(quantize._quotient_of_row(a, b, NARROW))
+    quick = casts.to_e4m3_native(quantize._quotient_of_row(a, b, NARROW, False))
     tl.store(quick_ptr + at, quick.to(tl.uint8, bitcast=True), mask=inside)
     tl.store(long_ptr + at, casts.to_e4m3(tl.div_rn(a, b)).to(tl.uint8), mask=inside)
 

@@ -111,7 +111,7 @@ def check_benchmark_kernel(scheme: str, hidden: int, arch: int) -> None:
     assert len(widths) <= 1 + max(2, vectors) and not any(w.startswith("v4") for w in widths), widths
     # The rows themselves never go through shared memory: what is laid out anew there are the scales.
     moved = re.findall(r"convert_layout \S+ : tensor<(\d+)x", kernel.asm["ttgir"])
-    assert all(int(n) <= hidden // 8 for n in moved), moved
+    assert all(int(n) <= launch.block_of(hidden) // 8 for n in moved), moved
 
 
 @pytest.mark.slow

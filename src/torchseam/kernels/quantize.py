@@ -44,17 +44,21 @@ def within_row(values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _quotient_of_row(values, scale, NARROW: tl.constexpr):
+def _quotient_of_row(values, scale, NARROW: tl.constexpr, MADE: tl.constexpr):
     """A number with the code of values / scale, natively; one scale for all, which may be any number.
 
-    NARROW: bf16 or fp16 holds the values.
+    NARROW: bf16 or fp16 holds the values. MADE: the scale was made of their amax and a floor of at least 1e-24.
     """
     # Within these bounds the quick ways are exact. A zero, a negative or a huge scale takes the long way.
     if NARROW:
         if divides_in_two_parts(scale):
             quotient = divide_in_two_parts(values, scale)
+        elif MADE:
+            quotient = divide_within(values, scale)
         else:
             quotient = tl.div_rn(values, scale)
+    elif MADE:
+        quotient = divide_within(values, scale)
     else:
         if (scale >= 1e-24) & (scale <= 1e30):
             quotient = divide(values, scale)
@@ -153,11 +157,20 @@ def _nvfp4(values, encode, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.c
     # A block whose scale is 0 has codes +0: its values (no inf or NaN among them, whose scale is 448) times 0,
     # + 0. To the others -0 is added, which changes nothing.
     empty = stored == 0.0
-    factor = tl.where(empty, 0.0, factor)[:, None]
-    zero = from_bits(tl.where(empty, 0, _MINUS_ZERO))[:, None]
-    scaled = tl.fma(tl.reshape(values, (BLOCK // GROUP, GROUP)), factor, zero)
+    factor = _of_eights(tl.where(empty, 0.0, factor), BLOCK, GROUP)
+    zero = _of_eights(from_bits(tl.where(empty, 0, _MINUS_ZERO)), BLOCK, GROUP)
+    scaled = tl.fma(tl.reshape(values, (BLOCK // 8, 8)), factor, zero)
     low, high = tl.split(tl.reshape(scaled, (BLOCK // 2, 2)))
     return to_e2m1_pairs(low, high, NATIVE), scales
+
+
+@triton.jit
+def _of_eights(values, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """A value of each group, [BLOCK / GROUP] -> [BLOCK / 8, 1], for eight neighbours each: a thread's own.
+
+    Beside whole groups Triton 3.6 lays the row out anew, by shuffles.
+    """
+    return tl.reshape(tl.broadcast_to(values[:, None], (BLOCK // GROUP, GROUP // 8)), (BLOCK // 8, 1))
 
 
 @triton.jit
@@ -212,9 +225,10 @@ def quantize_row(
     """
     values = within_row(to_float32(y, NATIVE), WIDTH, BLOCK)
     QUICK: tl.constexpr = NATIVE and RULE == "divide"
+    MADE: tl.constexpr = FLOOR >= 1e-24  # above the bound of 2^-80; a scale made of an amax is below 2^120
     if SCHEME == "fp8_static":
         if QUICK:
-            quotient = _quotient_of_row(values, scale, y.dtype != tl.float32)
+            quotient = _quotient_of_row(values, scale, y.dtype != tl.float32, False)
         else:
             quotient = _quotient(values, scale, RULE)
         codes = _e4m3(quotient, NATIVE)
@@ -223,7 +237,7 @@ def quantize_row(
         amax = _amax_of_row(values, slots, part, call, BLOCK, NATIVE, PARTS, PTX)
         scales = _scale_of(amax, FLOOR, SCALE_RULE, SCALE_ROUNDING, y.dtype, NATIVE)
         if QUICK:
-            quotient = _quotient_of_row(values, scales, y.dtype != tl.float32)
+            quotient = _quotient_of_row(values, scales, y.dtype != tl.float32, MADE)
         else:
             quotient = _quotient(values, scales, RULE)
         codes = _e4m3(quotient, NATIVE)
@@ -231,7 +245,7 @@ def quantize_row(
         groups = tl.reshape(values, (BLOCK // GROUP, GROUP))
         scales = _scale_of(_amax(values, BLOCK, GROUP, NATIVE), FLOOR, SCALE_RULE, SCALE_ROUNDING, y.dtype, NATIVE)
         if SCALE_DTYPE == "float32":
-            if QUICK and FLOOR >= 1e-24:  # above the bound of 2^-80; a computed scale is below 2^120
+            if QUICK and MADE:
                 quotient = divide_within(groups, scales[:, None])
             else:
                 quotient = _quotient(groups, scales[:, None], RULE)
