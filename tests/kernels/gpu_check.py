@@ -194,40 +194,55 @@ def check_tiny_rows() -> list[str]:
 
 
 @triton.jit
-def divide_kernel(a_ptr, b_ptr, quick_ptr, long_ptr, count, NARROW: tl.constexpr, BLOCK: tl.constexpr):
+def divide_kernel(
+    a_ptr, b_ptr, quick_ptr, long_ptr, count, NARROW: tl.constexpr, MADE: tl.constexpr, BLOCK: tl.constexpr
+):
     """The e4m3 codes of a / b: by the quick quotient and the GPU's conversion, and by the long way."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     a = tl.load(a_ptr + at, mask=inside, other=1.0)
     b = tl.load(b_ptr)
-    quick = casts.to_e4m3_native(quantize._quotient_of_row(a, b, NARROW, False))
+    quick = casts.to_e4m3_native(quantize._quotient_of_row(a, b, NARROW, MADE))
     tl.store(quick_ptr + at, quick.to(tl.uint8, bitcast=True), mask=inside)
     tl.store(long_ptr + at, casts.to_e4m3(tl.div_rn(a, b)).to(tl.uint8), mask=inside)
 
 
 def check_divide() -> list[str]:
-    """All 65,536 bf16 values and random fp32 ones over scales from 1e-24 to 1e30: the same codes both ways."""
+    """All bf16 and fp16 values and random fp32 ones over scales from 1e-24 to 1e30: the same codes both ways.
+
+    And zeros, infinities and NaN, the signs of zeros too; scales made of an amax may be inf and NaN themselves.
+    """
     generator = torch.Generator(device="cuda").manual_seed(0)
     every = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16)
     tables = [every.view(torch.bfloat16).float(), every.view(torch.float16).float()]
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 1e-40], device="cuda")
     wrong = 0
     for round_ in range(600):
         exponent = torch.empty(2, device="cuda").uniform_(-6, 6, generator=generator)
         drawn = torch.randn(2**20, device="cuda", generator=generator) * 10 ** exponent[0]
         narrow = round_ % 3 > 0
         a = tables[round_ % 3 - 1] if narrow else drawn
+        a = torch.cat([a, special])
         b = 10 ** torch.empty(1, device="cuda").uniform_(-23.9, 29.9, generator=generator)
         if round_ % 4 == 0:
             b = torch.empty(1, device="cuda").uniform_(0.001, 2, generator=generator)
         if round_ % 4 == 1:  # few bits, or all but few, in the mantissa: quotients near ties
             sixteenth = b.view(torch.int32) & -(2**20)
             b = (sixteenth + round_ // 4 % 5 - 2).view(torch.float32)
-        quick, long = (torch.empty(a.shape, dtype=torch.uint8, device="cuda") for _ in range(2))
-        grid = (triton.cdiv(a.numel(), 1024),)
-        divide_kernel[grid](a, b, quick, long, a.numel(), narrow, 1024, enable_fp_fusion=False)
-        nan = (quick & 0x7F == 0x7F) & (long & 0x7F == 0x7F)
-        wrong += int(((quick != long) & ~nan).sum())
+        wrong += _wrong_codes(a, b, narrow, False)
+        finite = torch.where(a.isfinite(), a, 0.0)
+        made = (finite.abs().amax() / 448).reshape(1).clamp(min=1e-24)
+        for scale in (made, torch.full_like(made, torch.inf), torch.full_like(made, torch.nan)):
+            wrong += _wrong_codes(finite if scale is made else a, scale, narrow, True)
     return [f"{wrong} codes differ"] if wrong else []
+
+
+def _wrong_codes(a: torch.Tensor, b: torch.Tensor, narrow: bool, made: bool) -> int:
+    quick, long = (torch.empty(a.shape, dtype=torch.uint8, device="cuda") for _ in range(2))
+    grid = (triton.cdiv(a.numel(), 1024),)
+    divide_kernel[grid](a, b, quick, long, a.numel(), narrow, made, 1024, enable_fp_fusion=False)
+    nan = (quick & 0x7F == 0x7F) & (long & 0x7F == 0x7F)
+    return int(((quick != long) & ~nan).sum())
 
 
 @triton.jit

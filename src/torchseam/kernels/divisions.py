@@ -16,6 +16,12 @@ _MANTISSA = tl.constexpr(0x7FFFFF)
 
 
 @triton.jit
+def _negative(x):
+    """-x, free in the instruction that takes it. Triton's own minus is 0 - x: that costs one, and makes +0 of +0."""
+    return x * -1.0
+
+
+@triton.jit
 def divide(a, b):
     """a / b for 2^-80 <= b <= 2^120 (or b inf or NaN), by Markstein's two fused multiply-adds.
 
@@ -26,7 +32,7 @@ def divide(a, b):
     """
     reciprocal = tl.div_rn(1.0, b)
     first = a * reciprocal
-    second = tl.fma(tl.fma(-first, b, a), reciprocal, first)
+    second = tl.fma(tl.fma(_negative(first), b, a), reciprocal, first)
     return tl.where((second != second) | (first == 0.0), first, second)
 
 
@@ -34,13 +40,13 @@ def divide(a, b):
 def divide_within(a, b):
     """`divide` where |a| / b < 2^127 unless b is inf or NaN, as for a scale b made of a's amax; native only.
 
-    Without the last choice: the residual is taken with its sign reversed, which keeps that of a zero, and for
-    b inf the residual is taken of 1, so that the quotient is a zero (NaN for a inf).
+    Without the last choice: the residual is taken with its sign reversed, and so the reciprocal, which keeps the
+    sign of a zero; for b inf the residual is taken of 1, so that the quotient is a zero (NaN for a inf).
     """
     finite = tl.where(b == float("inf"), 1.0, b)
     reciprocal = tl.where(b == float("inf"), 0.0, reciprocal_native(finite))
     first = a * reciprocal
-    return tl.fma(-tl.fma(first, finite, -a), reciprocal, first)
+    return tl.fma(tl.fma(first, finite, _negative(a)), _negative(reciprocal), first)
 
 
 @triton.jit
@@ -62,9 +68,9 @@ def divide_in_two_parts(a, b):
     the sign of a zero stays.
     """
     nearest = tl.div_rn(1.0, b)
-    above = tl.where(tl.fma(-nearest, b, 1.0) < 0.0, 1, 0)
+    above = tl.where(tl.fma(_negative(nearest), b, 1.0) < 0.0, 1, 0)
     high = from_bits(nearest.to(tl.int32, bitcast=True) - above)
-    low = tl.maximum(tl.fma(-high, b, 1.0) * high, high * 8.673617379884035e-19)  # 2^-60
+    low = tl.maximum(tl.fma(_negative(high), b, 1.0) * high, high * 8.673617379884035e-19)  # 2^-60
     return tl.fma(a, high, a * low)
 
 
