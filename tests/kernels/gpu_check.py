@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchseam import ops, reference
 from torchseam.backends import local as backend
-from torchseam.kernels import casts, launch, local
+from torchseam.kernels import casts, divisions, launch, local, quantize
 from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Seam
 
@@ -194,34 +194,96 @@ def check_tiny_rows() -> list[str]:
 
 
 @triton.jit
-def divide_kernel(a_ptr, b_ptr, quick_ptr, long_ptr, count, BLOCK: tl.constexpr):
-    """The e4m3 codes of a / b: by `casts.divide` and the GPU's conversion, and by the long way."""
+def divide_kernel(
+    a_ptr, b_ptr, quick_ptr, long_ptr, count, NARROW: tl.constexpr, MADE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The e4m3 codes of a / b: by the quick quotient and the GPU's conversion, and by the long way."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     a = tl.load(a_ptr + at, mask=inside, other=1.0)
     b = tl.load(b_ptr)
-    tl.store(quick_ptr + at, casts.to_e4m3_native(casts.divide(a, b)).to(tl.uint8, bitcast=True), mask=inside)
+    quick = casts.to_e4m3_native(quantize._quotient_of_row(a, b, NARROW, MADE))
+    tl.store(quick_ptr + at, quick.to(tl.uint8, bitcast=True), mask=inside)
     tl.store(long_ptr + at, casts.to_e4m3(tl.div_rn(a, b)).to(tl.uint8), mask=inside)
 
 
 def check_divide() -> list[str]:
-    """All 65,536 bf16 values and random fp32 ones over scales from 1e-24 to 1e30: the same codes both ways."""
+    """All bf16 and fp16 values and random fp32 ones over scales from 1e-24 to 1e30: the same codes both ways.
+
+    And zeros, infinities and NaN, the signs of zeros too; scales made of an amax may be inf and NaN themselves.
+    """
     generator = torch.Generator(device="cuda").manual_seed(0)
-    every = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    every = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16)
+    tables = [every.view(torch.bfloat16).float(), every.view(torch.float16).float()]
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 1e-40], device="cuda")
     wrong = 0
-    for round_ in range(300):
+    for round_ in range(600):
         exponent = torch.empty(2, device="cuda").uniform_(-6, 6, generator=generator)
         drawn = torch.randn(2**20, device="cuda", generator=generator) * 10 ** exponent[0]
-        a = every if round_ % 2 else drawn
+        narrow = round_ % 3 > 0
+        a = tables[round_ % 3 - 1] if narrow else drawn
+        a = torch.cat([a, special])
         b = 10 ** torch.empty(1, device="cuda").uniform_(-23.9, 29.9, generator=generator)
-        if round_ % 3 == 0:
+        if round_ % 4 == 0:
             b = torch.empty(1, device="cuda").uniform_(0.001, 2, generator=generator)
-        quick, long = (torch.empty(a.shape, dtype=torch.uint8, device="cuda") for _ in range(2))
-        grid = (triton.cdiv(a.numel(), 1024),)
-        divide_kernel[grid](a, b, quick, long, a.numel(), 1024, enable_fp_fusion=False)
-        nan = (quick & 0x7F == 0x7F) & (long & 0x7F == 0x7F)
-        wrong += int(((quick != long) & ~nan).sum())
+        if round_ % 4 == 1:  # few bits, or all but few, in the mantissa: quotients near ties
+            sixteenth = b.view(torch.int32) & -(2**20)
+            b = (sixteenth + round_ // 4 % 5 - 2).view(torch.float32)
+        wrong += _wrong_codes(a, b, narrow, False)
+        finite = torch.where(a.isfinite(), a, 0.0)
+        made = (finite.abs().amax() / 448).reshape(1).clamp(min=1e-24)
+        for scale in (made, torch.full_like(made, torch.inf), torch.full_like(made, torch.nan)):
+            wrong += _wrong_codes(finite if scale is made else a, scale, narrow, True)
     return [f"{wrong} codes differ"] if wrong else []
+
+
+def _wrong_codes(a: torch.Tensor, b: torch.Tensor, narrow: bool, made: bool) -> int:
+    quick, long = (torch.empty(a.shape, dtype=torch.uint8, device="cuda") for _ in range(2))
+    grid = (triton.cdiv(a.numel(), 1024),)
+    divide_kernel[grid](a, b, quick, long, a.numel(), narrow, made, 1024, enable_fp_fusion=False)
+    nan = (quick & 0x7F == 0x7F) & (long & 0x7F == 0x7F)
+    return int(((quick != long) & ~nan).sum())
+
+
+@triton.jit
+def scalar_kernel(x_ptr, quick_ptr, long_ptr, count, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    """A quick operation of `divisions` and the long way to it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    x = tl.load(x_ptr + at, mask=inside, other=1.0)
+    if WHAT == "inverse_root":
+        quick, long = divisions.inverse_root(x), (1.0 / tl.sqrt(x.to(tl.float64))).to(tl.float32)
+    elif WHAT == "reciprocal_native":
+        quick, long = divisions.reciprocal_native(x), tl.div_rn(1.0, x)
+    else:
+        quick, long = divisions.divide_by_448(x), tl.div_rn(x, 448.0)
+    tl.store(quick_ptr + at, quick, mask=inside)
+    tl.store(long_ptr + at, long, mask=inside)
+
+
+def check_divisions() -> list[str]:
+    """Every mantissa, at several exponents, and for roots and amax 0, subnormals, inf and NaN: the same fp32."""
+    broken = []
+    mantissas = torch.arange(2**23, device="cuda", dtype=torch.int32)
+    special = torch.tensor([0.0, 1e-45, 1e-40, 1.1754944e-38, torch.inf, torch.nan], device="cuda")
+    for what, exponents in (
+        ("inverse_root", (1, 2, 100, 127, 128, 200, 254)),
+        ("reciprocal_native", (2, 3, 100, 127, 128, 250, 252)),
+        ("divide_by_448", (60, 127, 200, 254)),
+    ):
+        for exponent in exponents:
+            x = (mantissas | (exponent << 23)).view(torch.float32)
+            if what == "inverse_root":
+                x = torch.cat([x, special])
+            if what == "divide_by_448":
+                x = torch.cat([x, special[torch.tensor([0, 4, 5], device="cuda")]])
+            quick, long = torch.empty_like(x), torch.empty_like(x)
+            grid = (triton.cdiv(x.numel(), 1024),)
+            scalar_kernel[grid](x, quick, long, x.numel(), what, 1024, enable_fp_fusion=False)
+            wrong = int((kernel_cases.bits(quick) != kernel_cases.bits(long)).sum())
+            if wrong:
+                broken.append(f"{what} at exponent {exponent}: {wrong} differ")
+    return broken
 
 
 def main() -> int:
@@ -239,7 +301,15 @@ def main() -> int:
         return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     mismatches = check_table(given.workers)
-    for checked in (check_tiny_rows, check_divide, check_padding, check_operators, check_offsets_beyond_32_bits):
+    checks = (
+        check_tiny_rows,
+        check_divide,
+        check_divisions,
+        check_padding,
+        check_operators,
+        check_offsets_beyond_32_bits,
+    )
+    for checked in checks:
         broken = checked()
         torch.cuda.empty_cache()
         print(f"{checked.__name__}: {broken or 'ok'}", flush=True)

@@ -2,9 +2,12 @@
 
 By integer arithmetic on the bits, so one rounding (nearest, ties to even) on every architecture, in
 every Triton version and in the interpreter: fp8 casts double-round through fp16 on some of them, and
-bitcasts of fp8 were miscompiled in Triton 3.6. Where NATIVE, the GPU's own conversion instruction gives
-the same codes in a twentieth of the instructions. Codes are int32 values (int8 where NATIVE).
+bitcasts of fp8 were miscompiled in Triton 3.6. Codes are int32 values (int8 from what is `_native`).
 The meaning is that of `formats.fp8` and `formats.nvfp4`, bit for bit.
+
+NATIVE says what the target has; the bits are the same at every level, in fewer instructions:
+0 nothing is known of it (also the interpreter), 1 NVIDIA with conversions to and from e4m3 (sm_89 on),
+2 those to e2m1 too (sm_100 on). The PTX is for blocks, with every thread's elements neighbours in pairs.
 """
 
 # Triton reads annotations of kernels as its own.
@@ -25,13 +28,32 @@ _MANTISSA = tl.constexpr(0x7FFFFF)
 _NAN = tl.constexpr(0x7FC00000)
 _E4M3_NAN = tl.constexpr(0x7F)
 _E2M1_OF_NAN = tl.constexpr(7)
+_E2M1_BIAS = tl.constexpr(0x4B000000)  # 2^23
 _E8M0_NAN = tl.constexpr(0xFF)
 
 
 @triton.jit
-def to_float32(x):
+def to_float32(x, NATIVE: tl.constexpr = 0):
     """bf16, fp16 or fp32 -> fp32, exact."""
-    if _INTERPRETED and x.dtype == tl.bfloat16:
+    if NATIVE and x.dtype == tl.bfloat16:
+        # One instruction an element: Triton takes the pairs of a wide load apart first.
+        wide = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high;
+            shl.b32 low, $2, 16;
+            and.b32 high, $2, 0xffff0000;
+            mov.b32 $0, low;
+            mov.b32 $1, high;
+            }
+            """,
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    elif _INTERPRETED and x.dtype == tl.bfloat16:
         wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         wide = x.to(tl.float32)
@@ -39,18 +61,18 @@ def to_float32(x):
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr = False):
-    """fp32 -> bf16, fp16 or fp32, to nearest, ties to even; NaN stays NaN. NATIVE: see `to_e4m3_native`."""
-    if _INTERPRETED and dtype == tl.bfloat16:
+def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr = 0):
+    """fp32 -> bf16, fp16 or fp32, to nearest, ties to even; NaN stays NaN."""
+    if NATIVE and dtype == tl.bfloat16:
+        # Two at once: Triton (3.6, 3.9) converts one by one, at a quarter of the rate.
+        narrow = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, _NAN >> 16, rounded)
         narrow = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif NATIVE and dtype == tl.bfloat16:
-        # Two at once: one at a time, the GPU converts at a quarter of the rate.
-        narrow = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
     elif NATIVE and dtype == tl.float16:
         narrow = tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2
@@ -58,6 +80,27 @@ def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr = False):
     else:
         narrow = x.to(dtype)
     return narrow
+
+
+@triton.jit
+def add_rounded(x, y, NATIVE: tl.constexpr = 0):
+    """round(fp32(x) + fp32(y)) in x's dtype.
+
+    The pair's own addition rounds the exact sum once, to the same bits: 24 bits hold at least twice the 8 of bf16
+    and 2 more, so the fp32 sum's rounding never shows (S. Figueroa, "When is double rounding innocuous?", 1995).
+    """
+    if NATIVE and x.dtype == tl.bfloat16 and y.dtype == tl.bfloat16:
+        total = tl.inline_asm_elementwise(
+            "{ .reg .b32 one; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, $1, one, $2; }",  # add.bf16x2 is sm_90's
+            "=r,r,r",
+            [x, y],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        total = round_to(to_float32(x, NATIVE) + to_float32(y, NATIVE), x.dtype)  # of fp16 pairs, by the compiler
+    return total
 
 
 @triton.jit
@@ -116,21 +159,6 @@ def to_e4m3_native(x):
 
 
 @triton.jit
-def divide(a, b):
-    """a / b for 2^-80 <= b <= 2^120 (or b inf or NaN), by Markstein's two fused multiply-adds.
-
-    Rounded once for quotients from 2^-10 on, those that give an e4m3 code other than 0: the reciprocal is
-    rounded correctly, the residual of the first quotient is exact (a multiple of 2^-33 * 2^-103), and so the
-    second is the rounded quotient. Where the second is NaN or has lost the sign of a zero, the first is the
-    answer. Below 2^-10 the last place may be off.
-    """
-    reciprocal = tl.div_rn(1.0, b)
-    first = a * reciprocal
-    second = tl.fma(tl.fma(-first, b, a), reciprocal, first)
-    return tl.where((second != second) | (first == 0.0), first, second)
-
-
-@triton.jit
 def from_e4m3(code):
     """e4m3fn code, not NaN -> fp32."""
     magnitude = code & 0x7F
@@ -141,11 +169,110 @@ def from_e4m3(code):
 
 
 @triton.jit
+def from_e4m3_native(code):
+    """`from_e4m3` of int8 codes by the conversions of sm_89 and later."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 code0, code1, half0, half1, half2, half3;
+        .reg .b32 halves0, halves1;
+        mov.b32 {code0, code1}, $4;
+        cvt.rn.f16x2.e4m3x2 halves0, code0;
+        cvt.rn.f16x2.e4m3x2 halves1, code1;
+        mov.b32 {half0, half1}, halves0;
+        mov.b32 {half2, half3}, halves1;
+        cvt.f32.f16 $0, half0;
+        cvt.f32.f16 $1, half1;
+        cvt.f32.f16 $2, half2;
+        cvt.f32.f16 $3, half3;
+        }
+        """,
+        "=f,=f,=f,=f,r",
+        [code],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _e2m1_magnitude(x):
+    """The e2m1 code of |x| in the low bits, under the constant _E2M1_BIAS; NaN as 6.
+
+    Over 0..6 the code is a concave function of the value, 2x up to 2, x + 2 up to 4 and x / 2 + 4 from there,
+    so it is the least of the three lines; each is rounded to an integer, ties to even, by adding 2^23.
+    """
+    magnitude = tl.minimum(tl.abs(x), 6.0)  # of a NaN and a number the number
+    steep = tl.fma(magnitude, 2.0, 8388608.0).to(tl.int32, bitcast=True)
+    middle = (magnitude + 8388610.0).to(tl.int32, bitcast=True)
+    flat = tl.fma(magnitude, 0.5, 8388612.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(steep, middle), flat)
+
+
+@triton.jit
 def to_e2m1(x):
     """fp32 -> e2m1 code (0..15), saturating at +-6; NaN of either sign -> 7."""
-    code = _magnitude_code(x, MANTISSA=1, BIAS=1, MAX=0x40C00000)  # 6.0
+    code = _e2m1_magnitude(x) - _E2M1_BIAS
     code = code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
     return tl.where(x != x, _E2M1_OF_NAN, code)
+
+
+@triton.jit
+def to_e2m1_pairs(low, high, NATIVE: tl.constexpr):
+    """Two e2m1 codes a byte: that of `low` in the low nibble. fp32 results of arithmetic -> int8 (int32 if 0).
+
+    Results of arithmetic, because only of those is the sign of a NaN known (positive, PTX ISA).
+    """
+    if NATIVE >= 2:
+        packed = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b8 byte0, byte1, byte2, byte3;
+            cvt.rn.satfinite.e2m1x2.f32 byte0, $5, $1;
+            cvt.rn.satfinite.e2m1x2.f32 byte1, $6, $2;
+            cvt.rn.satfinite.e2m1x2.f32 byte2, $7, $3;
+            cvt.rn.satfinite.e2m1x2.f32 byte3, $8, $4;
+            mov.b32 $0, {byte0, byte1, byte2, byte3};
+            }
+            """,
+            "=r,f,f,f,f,f,f,f,f",
+            [low, high],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif NATIVE:
+        # Of eight numbers and their codes the nibbles, put together first, and the signs: bit 31 as bit 3 or 7.
+        packed = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d, codes, signs;
+            mad.lo.u32 a, $5, 16, $1;
+            mad.lo.u32 b, $6, 16, $2;
+            mad.lo.u32 c, $7, 16, $3;
+            mad.lo.u32 d, $8, 16, $4;
+            prmt.b32 a, a, b, 0x0040;
+            prmt.b32 c, c, d, 0x0040;
+            prmt.b32 codes, a, c, 0x5410;
+            prmt.b32 a, $9, $10, 0x00fb;
+            prmt.b32 b, $11, $12, 0x00fb;
+            prmt.b32 signs, a, b, 0x5410;
+            lop3.b32 codes, codes, signs, 0x08080808, 0xf8;
+            prmt.b32 a, $13, $14, 0x0073;
+            prmt.b32 b, $15, $16, 0x0073;
+            prmt.b32 signs, a, b, 0x5410;
+            lop3.b32 $0, codes, signs, 0x80808080, 0xf8;
+            }
+            """,
+            "=r,r,r,r,r,r,r,r,r,f,f,f,f,f,f,f,f",
+            [_e2m1_magnitude(low), _e2m1_magnitude(high), low, high],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        packed = to_e2m1(low) | (to_e2m1(high) << 4)
+    return packed
 
 
 @triton.jit

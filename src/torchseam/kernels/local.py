@@ -32,8 +32,8 @@ from torchseam.seam import Norm, Quant, Seam
 _MAX_ROWS = 2**31 - 1
 #: Triton supports NVIDIA GPUs from compute capability 8.0 on.
 _LEAST_CAPABILITY = (8, 0)
-#: From Ada on there is an instruction that converts fp32 to e4m3.
-_E4M3_CAPABILITY = (8, 9)
+#: From which compute capability on the kernel may take which level of NATIVE (`casts`).
+_NATIVE_LEVELS = (((10, 0), 2), ((8, 9), 1))
 _NO_NORM = Norm(eps=0.0, weight="none")
 
 
@@ -260,14 +260,19 @@ def _launch(
             **attributes(hidden, inner_norm, norm, quant, residual is not None),
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
-            NATIVE=converts_natively(x),
+            NATIVE=native_level_of(x),
             **choice.options(),
         )
 
 
-def converts_natively(x: Tensor) -> bool:
-    """Whether x is on an NVIDIA GPU with the conversion to e4m3 (and the kernel is not interpreted)."""
-    return speaks_ptx(x) and capability(x.device.index) >= _E4M3_CAPABILITY
+def native_level_of(x: Tensor) -> int:
+    """The constexpr NATIVE of a kernel for x: 0 as well where that is not compiled for an NVIDIA GPU."""
+    return native_level(capability(x.device.index)) if speaks_ptx(x) else 0
+
+
+def native_level(capability: tuple[int, int]) -> int:
+    """The constexpr NATIVE for an NVIDIA GPU of a compute capability."""
+    return next((level for least, level in _NATIVE_LEVELS if capability >= least), 0)
 
 
 def speaks_ptx(x: Tensor) -> bool:

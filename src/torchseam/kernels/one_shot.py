@@ -203,7 +203,7 @@ def one_shot_kernel(
                 WATCH,
                 PTX,
             )
-            reduced = round_to(total, dtype)
+            reduced = round_to(total, dtype, NATIVE)
             added = residual
             if PREFETCH:
                 # The next row is on its way while this one is worked on.
@@ -385,7 +385,7 @@ def _launch(
             HAS_REDUCED=reduced is not None,
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
-            NATIVE=local.converts_natively(x),
+            NATIVE=local.native_level_of(x),
             AHEAD=choice.ahead,
             PREFETCH=choice.pushers > 0,
             WATCH=ptx and watch.timeout > 0,

@@ -60,16 +60,18 @@ def store_quantized(
 ):
     """Store what `quantize_row` returned for a part of `row` (int64): codes as bytes, scales in their layout.
 
-    `codes_ptr` is uint8, contiguous rows; `scales_ptr` fp32, or uint8 for one-byte scales, or None.
-    `column_stride` is that of column_major and tma_aligned scales.
+    `codes_ptr` is uint8, contiguous rows, on an 8-byte boundary; `scales_ptr` fp32, or uint8 for one-byte
+    scales, or None. `column_stride` is that of column_major and tma_aligned scales.
     """
-    if SCHEME == "nvfp4":
-        columns = tl.arange(0, BLOCK // 2)
-        first = row * (HIDDEN // 2) + part * (WIDTH // 2)
-        tl.store(codes_ptr + first + columns, codes.to(tl.uint8), mask=columns < WIDTH // 2)
-    else:
-        columns = tl.arange(0, BLOCK)
-        tl.store(codes_ptr + row * HIDDEN + part * WIDTH + columns, codes.to(tl.uint8), mask=columns < WIDTH)
+    PACKED: tl.constexpr = 2 if SCHEME == "nvfp4" else 1
+    # Said to be aligned less than they are where they are more: so that a thread stores the codes of the eight
+    # neighbours that it loaded, and not sixteen bytes, for which rows and codes would go through shared memory.
+    ALIGNED: tl.constexpr = 8 // PACKED if WIDTH % 8 == 0 and HIDDEN % 8 == 0 else 1
+    columns = tl.arange(0, BLOCK // PACKED)
+    first = codes_ptr + (row * (HIDDEN // PACKED) + part * (WIDTH // PACKED))
+    if ALIGNED > 1:
+        first = tl.multiple_of(first, ALIGNED)
+    tl.store(first + columns, codes.to(tl.uint8), mask=columns < WIDTH // PACKED)
     if SCHEME == "fp8_token":
         if part == 0:
             tl.store(scales_ptr + row, scales)
