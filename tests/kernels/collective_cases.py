@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from shared_ranks import make_channels, run_in_turn, run_ranks
 from torch import Tensor
 
 from torchseam import reference
-from torchseam.kernels import local, one_shot
+from torchseam.kernels import calls as calls_module
+from torchseam.kernels import local
 from torchseam.kernels.channel import CALL_UNIT, Channel
 from torchseam.operands import Operands
 from torchseam.seam import OUTPUTS, Quant, Reduce, Seam
@@ -28,8 +30,6 @@ from torchseam.seam import OUTPUTS, Quant, Reduce, Seam
 #: 384, 464, 640 and 144 do not fill a power of two of lanes; 464 and 144 have a tile of scale columns that is not full.
 HIDDENS = (384, 464, 256, 640, 144)
 TOKENS = (1, 3, 2, 9, 5, 0, 1)
-#: Where collective kernels allocate their outputs.
-ALLOCATING = (one_shot,)
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,11 @@ def payloads(run: Callable[..., list[Tensor]], world_size: int, hidden: int = 25
     return calls
 
 
+def poisoned_calls() -> AbstractContextManager[None]:
+    """`kernel_cases.poisoned_outputs` where collective kernels allocate theirs."""
+    return poisoned_outputs(calls_module)
+
+
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Alike in dtype, shape, strides and every bit, those of padding too; any two NaNs are."""
     alike = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
@@ -160,7 +165,7 @@ def check(
     """
     world_size = len(calls[0].terms)
     channels, buffers = make_channels(world_size, slot_bytes=slot_bytes, multiprocessors=multiprocessors)
-    with poisoned_outputs(*ALLOCATING):
+    with poisoned_calls():
         own = [lambda rank, call=call: call.on(channels[rank]) for call in calls]
         counters = [lambda rank: int(channels[rank].counter)]
         *results, counted = zip(*run_ranks(world_size, run_in_turn, own + counters, longest_sleep), strict=True)
