@@ -37,9 +37,15 @@ def pack_words(words, N: tl.constexpr):
 
 
 @triton.jit
+def join_words(first, second, third, fourth, N: tl.constexpr):
+    """The inverse of `pack_words`: int32 [4 * N]."""
+    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (4 * N,))
+
+
+@triton.jit
 def unpack_words(first, second, third, fourth, dtype: tl.constexpr, N: tl.constexpr):
     """The packets of `pack_words` -> their elements of `dtype` (bf16, fp16: [8 * N]; fp32: [4 * N])."""
-    words = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (4 * N,))
+    words = join_words(first, second, third, fourth, N)
     if dtype == tl.float32:
         elements = words.to(tl.float32, bitcast=True)
     else:
