@@ -2,6 +2,7 @@
 
     PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/collective.py [--out FILE.csv] [--hidden 4096,8192]
         [--tokens 1,8,64,...] [--schemes fp8_static,...] [--peers nccl+inductor,torchseam-collective,...]
+    PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/collective.py --launches    # as behind kernels/launch.py
 
 One row a measurement: the median of CUDA graph replays of 30 calls, the slowest rank's; input sets are rotated
 so that large ones do not stay in the cache. `limit_microseconds` is what NVLink alone would take for one-shot's
@@ -17,13 +18,10 @@ and NCCL_NVLS_ENABLE=0 are set.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import functools
 import importlib
+import itertools
 import os
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,30 +30,25 @@ from typing import Any
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
+import measuring
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from measuring import EPS, SCHEMES, operand_sets
 
 from torchseam import reference
 from torchseam.backends import base, collective, symmetric
 from torchseam.kernels import one_shot
+from torchseam.kernels.launch import OneShot, choose_one_shot
 from torchseam.kernels.packets import pack_words, store_packets
 from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
-COLUMNS = (
-    *("date", "gpu", "world_size", "torch", "triton", "flashinfer", "commit", "command"),
-    *("scheme", "hidden", "tokens", "implementation", "microseconds", "limit_microseconds"),
-)
-SCHEMES = {q.scheme: q for q in (Quant("fp8_static"), Quant("fp8_token"), Quant("fp8_group"), Quant("nvfp4"))}
 #: Its NVFP4 needs compute capability 10.0.
 FLASHINFER_SCHEMES = ("fp8_static", "fp8_token", "fp8_group")
 PEERS = ("nccl+inductor", "torchseam-collective", "flashinfer-trtllm")
-CALLS_PER_GRAPH, REPLAYS, WARM_REPLAYS = 30, 20, 4
-#: Bytes of inputs to rotate over: three times the L2 cache of an H200 (60 MB).
-ROTATED_BYTES = 180e6
-EPS = 1e-6
+CALLS_PER_GRAPH, REPLAYS = 30, 21
 
 Call = Callable[[Operands], object]
 
@@ -78,26 +71,10 @@ class Bench:
 
     def microseconds(self, calls: Sequence[Callable[[], object]]) -> float:
         """Median time of one call, the calls taken in turn inside one CUDA graph; the slowest rank's."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for call in calls:
-                call()
-        torch.cuda.synchronize()
+        return self.slowest(measuring.microseconds(calls, CALLS_PER_GRAPH, REPLAYS, self.together))
+
+    def together(self) -> None:
         dist.barrier(group=self.cpu_group)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(CALLS_PER_GRAPH):
-                calls[i % len(calls)]()
-        times = []
-        for _ in range(REPLAYS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
-        dist.barrier(group=self.cpu_group)
-        return self.slowest(statistics.median(times[WARM_REPLAYS:]))
 
 
 # ---- the limits -------------------------------------------------------------------------------
@@ -138,21 +115,6 @@ def link_bandwidth(bench: Bench) -> float:
 
 def seam_of(quant: Quant, group: base.Group) -> Seam:
     return Seam(Norm(EPS), reduce=Reduce(group.name), residual=True, quants=(quant,), outputs=("residual",))
-
-
-def operand_sets(quant: Quant, hidden: int, tokens: int, device: torch.device) -> list[Operands]:
-    sets = max(1, min(8, int(ROTATED_BYTES / (5 * hidden * tokens) + 1))) if hidden * tokens > 2**20 else 1
-    weight = torch.rand(hidden, device=device).bfloat16()
-    scale = torch.tensor([0.01 if quant.scheme == "fp8_static" else 600.0], device=device)
-    return [
-        Operands(
-            torch.randn(tokens, hidden, device=device).bfloat16(),
-            torch.randn(tokens, hidden, device=device).bfloat16(),
-            weight=weight,
-            scales=(scale,) if quant.takes_scale else (),
-        )
-        for _ in range(sets)
-    ]
 
 
 def implementations(
@@ -199,13 +161,34 @@ def _flashinfer() -> Any:
 _flashinfer_module: list[str] = []
 
 
+def launches(bench: Bench, backend: symmetric.Symmetric, scheme: str, hidden: int, tokens: int) -> None:
+    """The time of launch choices around the one that `choose_one_shot` takes, which has the `*`."""
+    channel = backend._workspace.channel
+    seam, sets = seam_of(SCHEMES[scheme], bench.group), operand_sets(SCHEMES[scheme], hidden, tokens)
+    chosen = choose_one_shot(tokens, hidden, 2, SCHEMES[scheme], channel.multiprocessors)
+    warps = min(hidden // 256, 32)
+    choices = [OneShot(warps)]
+    choices += [OneShot(max(warps // p, 1), p) for p in (2, 4, 8, 16) if tokens * p <= channel.multiprocessors]
+    if tokens > channel.multiprocessors:
+        choices += [OneShot(warps, pushers=pushers, ahead=4) for pushers in (4, 8, 12, 16, 24)]
+    cells = []
+    for choice in dict.fromkeys((*choices, chosen)):
+        us = bench.microseconds([lambda o=o, c=choice: one_shot.run(seam, o, channel, launch=c) for o in sets])
+        mark = "*" if choice == chosen else ""
+        cells.append(f"{choice.num_warps} warps {choice.parts} parts {choice.pushers} pushers {us:.2f}{mark}")
+    if bench.group.rank == 0:
+        print(scheme, hidden, tokens, " | ".join(cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--commit", help="what to write into the file as the commit, where git cannot tell")
     parser.add_argument("--hidden", default="4096,5120,7168,8192")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,4096")
     parser.add_argument("--schemes", default="fp8_static")
     parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--launches", action="store_true", help="the table behind kernels/launch.py instead")
     parser.add_argument("--flashinfer", help="module with `Peer`, a wrapper around FlashInfer's trtllm kernels")
     given = parser.parse_args()
     _flashinfer_module.extend([given.flashinfer] if given.flashinfer else [])
@@ -216,40 +199,26 @@ def main() -> None:
     shortest = bench.microseconds([lambda: empty_kernel[(1,)]()])
     if group.rank == 0:
         print(f"push {bandwidth / 1e9:.0f} GB/s each way, empty kernel {shortest:.2f} us", file=sys.stderr)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    fixed = (
-        datetime.date.today().isoformat(),
-        torch.cuda.get_device_name(),
-        group.world_size,
-        torch.__version__,
-        triton.__version__,
-        "",
-        commit,
-        f"PYTHONPATH=src torchrun --nproc-per-node {group.world_size} " + " ".join(sys.argv),
+    out = given.out if group.rank == 0 else None
+    shapes = itertools.product(
+        given.schemes.split(","), map(int, given.hidden.split(",")), map(int, given.tokens.split(","))
     )
-    target = given.out if given.out and group.rank == 0 else Path(os.devnull)
-    with target.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for name in given.schemes.split(","):
-            for hidden in map(int, given.hidden.split(",")):
-                for tokens in map(int, given.tokens.split(",")):
-                    seam = seam_of(SCHEMES[name], group)
-                    sets = operand_sets(SCHEMES[name], hidden, tokens, group.device)
-                    limit = max(shortest, tokens * hidden * 2 * (group.world_size - 1) / bandwidth * 1e6)
-                    best: dict[str, float] = {}
-                    for implementation, call in implementations(
-                        bench, backend, seam, given.peers.split(","), tokens, hidden
-                    ):
-                        us = bench.microseconds([lambda o=o, c=call: c(o) for o in sets])
-                        best[implementation] = min(us, best.get(implementation, us))
-                    for implementation, us in best.items():
-                        row = (name, hidden, tokens, implementation, f"{us:.2f}", f"{limit:.2f}")
-                        writer.writerow((*fixed, *row))
-                    file.flush()
-                    if group.rank == 0:
-                        told = "  ".join(f"{k} {v:.2f}" for k, v in best.items())
-                        print(f"{name} H={hidden} T={tokens} limit {limit:.2f}  {told}", flush=True)
+    with measuring.results(out, group.world_size, given.commit) as add:
+        for name, hidden, tokens in shapes:
+            if given.launches:
+                launches(bench, backend, name, hidden, tokens)
+                continue
+            seam, sets = seam_of(SCHEMES[name], group), operand_sets(SCHEMES[name], hidden, tokens)
+            limit = max(shortest, tokens * hidden * 2 * (group.world_size - 1) / bandwidth * 1e6)
+            best: dict[str, float] = {}
+            for implementation, call in implementations(bench, backend, seam, given.peers.split(","), tokens, hidden):
+                us = bench.microseconds([lambda o=o, c=call: c(o) for o in sets])
+                best[implementation] = min(us, best.get(implementation, us))
+            for implementation, us in best.items():
+                add(name, hidden, tokens, implementation, f"{us:.2f}", f"{limit:.2f}")
+            if group.rank == 0:
+                told = "  ".join(f"{k} {v:.2f}" for k, v in best.items())
+                print(f"{name} H={hidden} T={tokens} limit {limit:.2f}  {told}", flush=True)
     dist.barrier()
     backend.close()
     dist.destroy_process_group()

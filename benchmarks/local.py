@@ -12,16 +12,14 @@ once, each output written once) over the copy bandwidth measured in the same run
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import itertools
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import measuring
 import torch
-import triton
+from measuring import EPS, SCHEMES, operand_sets
 
 from torchseam import reference
 from torchseam.kernels import launch, local
@@ -29,37 +27,11 @@ from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs
 from torchseam.seam import Norm, Quant, Seam
 
-COLUMNS = (
-    *("date", "gpu", "world_size", "torch", "triton", "flashinfer", "commit", "command"),
-    *("scheme", "hidden", "tokens", "implementation", "microseconds", "limit_microseconds"),
-)
-SCHEMES = (Quant("fp8_static"), Quant("fp8_token"), Quant("fp8_group"), Quant("nvfp4"))
 CALLS_PER_GRAPH, REPLAYS = 20, 40
-#: Bytes of inputs to rotate over: three times the L2 cache of an H200 (60 MB).
-ROTATED_BYTES = 180e6
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one call, the calls taken in turn inside one CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS_PER_GRAPH):
-            calls[i % len(calls)]()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
-    return statistics.median(times[5:])
+    return measuring.microseconds(calls, CALLS_PER_GRAPH, REPLAYS)
 
 
 def copy_bandwidth() -> float:
@@ -71,23 +43,7 @@ def copy_bandwidth() -> float:
 
 
 def seam_of(quant: Quant) -> Seam:
-    return Seam(norm=Norm(1e-6), residual=True, quants=(quant,), outputs=("residual",))
-
-
-def operand_sets(quant: Quant, hidden: int, tokens: int) -> list[Operands]:
-    """Enough sets of operands that a large one is not in the cache when its turn comes."""
-    sets = max(1, min(8, int(ROTATED_BYTES / (4 * hidden * tokens) + 1))) if hidden * tokens > 2**20 else 1
-    weight = torch.rand(hidden, device="cuda").bfloat16()
-    scale = torch.tensor([0.01], device="cuda")
-    return [
-        Operands(
-            torch.randn(tokens, hidden, device="cuda").bfloat16(),
-            torch.randn(tokens, hidden, device="cuda").bfloat16(),
-            weight=weight,
-            scales=(scale,) if quant.takes_scale else (),
-        )
-        for _ in range(sets)
-    ]
+    return Seam(norm=Norm(EPS), residual=True, quants=(quant,), outputs=("residual",))
 
 
 def bytes_moved(seam: Seam, operands: Operands) -> int:
@@ -99,14 +55,15 @@ def bound(function: Callable[..., object], seam: Seam, sets: list[Operands]) -> 
     return [lambda a=a: function(seam, a) for a in sets]  # type: ignore[misc]
 
 
-def compare(hiddens: list[int], all_tokens: list[int], peers: bool) -> list[tuple[object, ...]]:
-    """(scheme, hidden, tokens, implementation, us, limit us) for every shape; printed as they come."""
+def compare(
+    hiddens: list[int], all_tokens: list[int], schemes: list[str], peers: bool, add: Callable[..., None]
+) -> None:
+    """Every shape, printed and passed to `add` as it comes."""
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s", file=sys.stderr)
-    rows: list[tuple[object, ...]] = []
-    for quant, hidden, tokens in itertools.product(SCHEMES, hiddens, all_tokens):
-        sets = operand_sets(quant, hidden, tokens)
-        seam = seam_of(quant)
+    for scheme, hidden, tokens in itertools.product(schemes, hiddens, all_tokens):
+        quant = SCHEMES[scheme]
+        seam, sets = seam_of(quant), operand_sets(quant, hidden, tokens)
         limit = bytes_moved(seam, sets[0]) / bandwidth * 1e6
         implementations: list[tuple[str, Callable[..., object]]] = [("torchseam", local.run)]
         if peers:
@@ -114,22 +71,16 @@ def compare(hiddens: list[int], all_tokens: list[int], peers: bool) -> list[tupl
             inductor = torch.compile(reference.run, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
             implementations.append(("inductor", inductor))
         for name, function in implementations:
-            row = (
-                quant.scheme,
-                hidden,
-                tokens,
-                name,
-                round(microseconds(bound(function, seam, sets)), 2),
-                round(limit, 2),
-            )
-            rows.append(row)
+            us = microseconds(bound(function, seam, sets))
+            row = (scheme, hidden, tokens, name, round(us, 2), round(limit, 2))
+            add(*row)
             print(*row, sep=",", flush=True)
-    return rows
 
 
-def launches(hiddens: list[int], all_tokens: list[int]) -> None:
+def launches(hiddens: list[int], all_tokens: list[int], schemes: list[str]) -> None:
     """The time of every launch choice, `*` at the one that `launch.choose` takes."""
-    for quant, hidden, tokens in itertools.product(SCHEMES, hiddens, all_tokens):
+    for quant, hidden, tokens in itertools.product(map(SCHEMES.get, schemes), hiddens, all_tokens):
+        assert quant is not None
         sets = operand_sets(quant, hidden, tokens)
         cells = []
         for choice in launch.CHOICES:
@@ -140,33 +91,21 @@ def launches(hiddens: list[int], all_tokens: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", help="CSV file to write")
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--commit", help="what to write into the file as the commit, where git cannot tell")
     parser.add_argument("--hidden", default="4096,8192")
     parser.add_argument("--tokens", default="1,16,128,1024,4096,16384")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--launches", action="store_true")
     given = parser.parse_args()
     hiddens, tokens = ([int(n) for n in text.split(",")] for text in (given.hidden, given.tokens))
+    schemes = given.schemes.split(",")
     if given.launches:
-        launches(hiddens, tokens)
+        launches(hiddens, tokens, schemes)
         return
-    rows = compare(hiddens, tokens, peers=not given.no_peers)
-    if given.out:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        fixed = [
-            datetime.date.today().isoformat(),
-            torch.cuda.get_device_name(),
-            1,
-            torch.__version__,
-            triton.__version__,
-            "",
-            commit,
-            "PYTHONPATH=src python " + " ".join(sys.argv),
-        ]
-        with open(given.out, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows([*fixed, *row] for row in rows)
+    with measuring.results(given.out, 1, given.commit) as add:
+        compare(hiddens, tokens, schemes, not given.no_peers, add)
 
 
 if __name__ == "__main__":

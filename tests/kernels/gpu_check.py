@@ -187,6 +187,12 @@ def check_operators() -> list[str]:
     return broken
 
 
+def check_tiny_rows() -> list[str]:
+    """The GPU's estimate of an inverse root takes subnormal numbers for 0; the kernel must not."""
+    case, given = kernel_cases.tiny_case()
+    return check(case, given, local.run, local.quantize, device="cuda")
+
+
 @triton.jit
 def divide_kernel(a_ptr, b_ptr, quick_ptr, long_ptr, count, BLOCK: tl.constexpr):
     """The e4m3 codes of a / b: by `casts.divide` and the GPU's conversion, and by the long way."""
@@ -233,7 +239,7 @@ def main() -> int:
         return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     mismatches = check_table(given.workers)
-    for checked in (check_divide, check_padding, check_operators, check_offsets_beyond_32_bits):
+    for checked in (check_tiny_rows, check_divide, check_padding, check_operators, check_offsets_beyond_32_bits):
         broken = checked()
         torch.cuda.empty_cache()
         print(f"{checked.__name__}: {broken or 'ok'}", flush=True)

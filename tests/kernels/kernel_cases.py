@@ -208,6 +208,14 @@ def inputs(case: Case, tokens: int, special: bool = True, seed: int = 0) -> Inpu
     )
 
 
+def tiny_case() -> tuple[Case, Inputs]:
+    """Rows whose mean of squares, with nothing added to it, is a subnormal fp32 number or 0."""
+    case = Case(Seam(Norm(0.0, "none"), outputs=("norm",)), None, 640, torch.float32)
+    given = inputs(case, 6, special=False)
+    sizes = torch.exp2(torch.tensor([-63.0, -66.0, -69.0, -72.0, -80.0, -149.0]))[:, None]
+    return case, dataclasses.replace(given, x=given.x * sizes)
+
+
 def scale_for(quant: Quant) -> Tensor:
     """One that saturates some of a norm's values (up to about 4) and keeps most."""
     if quant.scheme == "nvfp4":

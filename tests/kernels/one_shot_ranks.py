@@ -85,7 +85,12 @@ def run_rank(rank: int, size: int, folder: str) -> None:
         adds = inner is not None or index % 2 == 0
         kept = ("reduced", "residual", "norm") if adds else ("reduced", "norm")
         seam = Seam(Norm(1e-6, "none"), Reduce("g"), inner, adds, (quant,), kept)
-        terms = [rows(tokens, dtype, 100 * index + r, payload) for r in range(size)]
+        # All ones from one rank alone: with NaN in its own term, a rank would not see what arrived.
+        alone = payload == "all ones"
+        terms = [
+            rows(tokens, dtype, 100 * index + r, payload if not alone or r == index % size else "random")
+            for r in range(size)
+        ]
         residual = rows(tokens, dtype, 7, "random") if adds else None
         scales = (torch.tensor([0.02 if quant.scheme == "fp8_static" else 300.0]),) if quant.takes_scale else ()
         if sleepy.random() < 0.3:

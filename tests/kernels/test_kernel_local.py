@@ -44,6 +44,11 @@ def test_every_combination_meets_the_contract(index):
     assert not broken, f"{case}: {broken}"
 
 
+def test_rows_whose_squares_are_subnormal_are_normalised():
+    case, given = kernel_cases.tiny_case()
+    assert not kernel_cases.check(case, given, local.run, local.quantize)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5, 129])
 @pytest.mark.parametrize(
     "quant",

@@ -14,6 +14,7 @@ import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -95,8 +96,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def host() -> str:
-    """What tells this node from others."""
-    return socket.gethostname()
+    """What tells this node from others: nodes may share a host name, and containers of one node have several."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 @functools.cache

@@ -59,8 +59,9 @@ ORDER: tuple[Row, ...] = (
         (13, 0),
         (2, 3, 4, 5, 6, 7, 8),
         False,
-        "2 x H200, 2026-11-30: its prototypes beat trtllm at every size but T 128, and NCCL and Inductor at all; other "
-        "GPUs and world sizes are not measured, and its workspace bounds what it takes there",
+        "2 x H200, 2026-12-01, static FP8, H 4096 and 8192, T from 1 to 4096: 1.6 to 3.5 times as fast as NCCL and "
+        "Inductor (benchmarks/results/collective-2xh200.csv); not yet timed beside trtllm; other GPUs and world sizes "
+        "are not measured, and its workspace bounds what it takes there",
     ),
     Row(
         "mnnvl",

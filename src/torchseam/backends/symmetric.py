@@ -10,14 +10,13 @@ import dataclasses
 import logging
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchseam.backends import local as local_backend
-from torchseam.backends.base import Backend, Group, Kind, Unavailable, agree
+from torchseam.backends.base import Backend, Group, Kind, Unavailable, agree, host, verdict
 from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
@@ -60,10 +59,10 @@ def open_on(group: Group) -> Symmetric:
     from torchseam.backends import workspace
 
     made = Symmetric(group, workspace.create(group))
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(agree(group, made.self_test())) if text]
-    if failures:
+    failure = verdict(group, made.self_test())
+    if failure is not None:
         made.close()
-        raise Unavailable("its self-test failed (" + "; ".join(failures) + ")")
+        raise Unavailable(f"its self-test failed ({failure})")
     return made
 
 
@@ -80,7 +79,7 @@ KIND = Kind(NAME, probe, open_on, missing)
 def _check_peers(group: Group) -> None:
     """One machine, and GPUs that reach each other; `Unavailable` on every rank otherwise."""
     uuid = str(torch.cuda.get_device_properties(group.device).uuid)
-    ranks = agree(group, {"machine": _machine(), "uuid": uuid})
+    ranks = agree(group, {"machine": host(), "uuid": uuid})
     machines = {rank["machine"] for rank in ranks}
     if len(machines) > 1:
         raise Unavailable(f"the group's ranks are on {len(machines)} machines; it needs one")
@@ -89,20 +88,16 @@ def _check_peers(group: Group) -> None:
         raise Unavailable("two ranks share a GPU; each needs its own")
     visible = {str(torch.cuda.get_device_properties(d).uuid): d for d in range(torch.cuda.device_count())}
     cut_off = [
-        peer
+        str(peer)
         for peer, name in enumerate(uuids)
         if peer != group.rank
         and name in visible
         and not torch.cuda.can_device_access_peer(group.device.index, visible[name])
     ]
-    pairs = [f"{rank} and {peer}" for rank, peers in enumerate(agree(group, cut_off)) for peer in peers]
-    if pairs:
-        raise Unavailable(f"no peer-to-peer access between the GPUs of ranks {', '.join(pairs)}")
-
-
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else os.uname().nodename
+    why = f"no peer-to-peer access to the GPUs of ranks {', '.join(cut_off)}" if cut_off else None
+    objection = verdict(group, why)
+    if objection is not None:
+        raise Unavailable(objection)
 
 
 def watchdog_seconds() -> float:

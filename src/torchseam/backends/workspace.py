@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchseam.backends.base import Group, Unavailable, agree
+from torchseam.backends.base import Group, Unavailable, verdict
 from torchseam.kernels.channel import Channel, buffer_bytes, slots_words
 from torchseam.kernels.packets import ABSENT_WORD
 
@@ -68,7 +68,7 @@ def create(group: Group, slot_bytes: int | None = None) -> Workspace:
         buffer.fill_(0xFF)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    _raise_alike(group, failure, "cannot allocate its symmetric memory")
+    _raise_alike(group, failure, "cannot allocate symmetric memory")
     assert buffer is not None
     addresses: list[int] = []
     try:
@@ -79,12 +79,11 @@ def create(group: Group, slot_bytes: int | None = None) -> Workspace:
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     # Also the barrier after which every buffer is ready to be pushed into.
-    _raise_alike(group, failure, "cannot map its peers' memory")
+    _raise_alike(group, failure, "cannot map the peers' memory")
     return workspace
 
 
 def _raise_alike(group: Group, failure: str | None, what: str) -> None:
-    failures = agree(group, failure)
-    broken = [f"rank {rank} {what} ({text})" for rank, text in enumerate(failures) if text is not None]
-    if broken:
-        raise Unavailable("; ".join(broken))
+    objection = verdict(group, None if failure is None else f"{what} ({failure})")
+    if objection is not None:
+        raise Unavailable(objection)

@@ -53,7 +53,7 @@ class Call:
 
     def has_pdl(self) -> bool:
         """Whether the GPU has programmatic dependent launch."""
-        return local.speaks_ptx(self.x) and torch.cuda.get_device_capability(self.x.device) >= _PDL_CAPABILITY
+        return local.speaks_ptx(self.x) and local.capability(self.x.device.index) >= _PDL_CAPABILITY
 
     def arguments(self, channel: Channel, watch: Watch, parts: int = 1) -> dict[str, Any]:
         """Arguments that the collective kernels share, by name; programs hold rows in `parts` parts."""

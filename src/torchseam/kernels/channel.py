@@ -73,9 +73,8 @@ def buffer_bytes(world_size: int, slot_bytes: int) -> int:
     return 2 * (world_size - 1) * slot_bytes
 
 
-#: The counter of a workspace counts calls in units of this; the programs of a call add it up between them, so
-#: that however many they are, the call is over when it has grown by exactly one unit.
-CALL_UNIT = 1 << 20
+# The counter of a workspace counts calls in units of 2^20; the programs of a call add a unit up between them, so that
+# however many they are, the call is over when the counter has grown by exactly one.
 
 
 @triton.jit

@@ -82,6 +82,9 @@ class OneShot:
         return {"num_warps": self.num_warps, "enable_fp_fusion": False, **own}
 
 
+# The figures of the next two come of sweeps on two H200s, torch 2.11, Triton 3.6, before `benchmarks/collective.py
+# --launches` existed, which prints such tables; that itself has not run yet.
+
 #: More rows than multiprocessors: eight programs keep NVLink as busy as all do, with four rows on their way each,
 #: and the others are free to reduce. Two H200s, 2026-12-01, us for 4, 8, 12, 16, 24 pushers and none, T = 1024:
 #: H 4096: 52.2, 28.2, 29.4, 29.0, 29.9, 36.8; H 8192: 98.9, 52.6, 58.5, 55.9, 56.8, 70.4 (pushing alone: 47.4).

@@ -165,9 +165,9 @@ def unsupported(x: Tensor) -> str | None:
     if tokens > _MAX_ROWS - layout.SWIZZLE_ROWS:
         return f"there are {tokens} rows; a CUDA grid has at most {_MAX_ROWS}"
     if x.device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(x.device)
-        if capability < _LEAST_CAPABILITY:
-            return f"the GPU's compute capability is {capability}; Triton needs {_LEAST_CAPABILITY}"
+        has = capability(x.device.index)
+        if has < _LEAST_CAPABILITY:
+            return f"the GPU's compute capability is {has}; Triton needs {_LEAST_CAPABILITY}"
     return None
 
 
@@ -267,7 +267,7 @@ def _launch(
 
 def converts_natively(x: Tensor) -> bool:
     """Whether x is on an NVIDIA GPU with the conversion to e4m3 (and the kernel is not interpreted)."""
-    return speaks_ptx(x) and _converts_natively(x.device.index)
+    return speaks_ptx(x) and capability(x.device.index) >= _E4M3_CAPABILITY
 
 
 def speaks_ptx(x: Tensor) -> bool:
@@ -276,8 +276,9 @@ def speaks_ptx(x: Tensor) -> bool:
 
 
 @functools.cache
-def _converts_natively(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
+def capability(device: int) -> tuple[int, int]:
+    """The compute capability of a CUDA device; every call asks."""
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ def sum_in_rank_order(
 
 
 def unsupported(x: Tensor) -> str | None:
-    """Why the kernel cannot take rows like those of x [..., H], or None."""
+    """Why rows like those of x [..., H], which the local kernel takes, cannot be exchanged, or None."""
     row = x.shape[-1] * x.itemsize
     if row % PACKET:
         return f"a row is {row} bytes; the ranks exchange packets of {PACKET} bytes"
@@ -113,7 +113,7 @@ def unsupported(x: Tensor) -> str | None:
         # The threads of a warp would share packets, and each push them: the second copy could come after the first
         # was read and set back.
         return f"a row is {row} bytes; the ranks exchange rows that give each thread of a warp a packet of its own"
-    return local.unsupported(x)
+    return None
 
 
 def as_aligned_rows(x: Tensor) -> Tensor:
