@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from torchseam.kernels import launch as launches
 from torchseam.kernels.channel import Channel
 from torchseam.operands import Operands
 from torchseam.seam import Seam
@@ -47,7 +48,9 @@ class Built:
     stack: int
 
 
-def arguments_of(module: ModuleType, kernel: str, seam: Seam, operands: Operands, world_size: int, launch: Any) -> dict:
+def arguments_of(
+    module: ModuleType, kernel: str, seam: Seam, operands: Operands, world_size: int, launch: Any, refused_too: bool
+) -> dict:
     """What `module.run` passes to its kernel on the second of `world_size` ranks."""
     passed: list[dict[str, Any]] = []
 
@@ -66,6 +69,8 @@ def arguments_of(module: ModuleType, kernel: str, seam: Seam, operands: Operands
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, kernel, Recorder())
+        if refused_too:
+            patch.setattr(launches, "check_threads", lambda *_: None)
         module.run(seam, operands, channel, launch=launch)
     return passed[0]
 
@@ -80,9 +85,10 @@ def build(
     *,
     launch: Any = None,
     watch: bool = False,
+    refused_too: bool = False,
 ) -> Built:
-    """The kernel of `module` for an NVIDIA GPU of compute capability `arch`."""
-    arguments = arguments_of(module, kernel, seam, operands, world_size, launch)
+    """The kernel of `module` for an NVIDIA GPU of compute capability `arch`; `refused_too`: with too many threads."""
+    arguments = arguments_of(module, kernel, seam, operands, world_size, launch, refused_too)
     options = {name: arguments.pop(name) for name in _OPTIONS if name in arguments}
     pdl = arch >= 90
     arguments.update(PTX=True, NATIVE=arch >= 89, PDL=pdl, WATCH=watch)

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from shared_ranks import make_channels, run_in_turn, run_ranks
 from torch import Tensor
 
 from torchseam import reference
-from torchseam.kernels import calls as calls_module
 from torchseam.kernels import local
 from torchseam.kernels.channel import Channel
 from torchseam.operands import Operands
@@ -63,14 +61,17 @@ class Call:
             total = total + term.float()
         return total.to(self.terms[0].dtype)
 
-    def expected(self) -> list[tuple[str, list[Tensor]]]:
-        """(what it was computed with, all outputs)."""
+    def by_kernel(self) -> list[Tensor]:
+        """All outputs, of the total through the local kernel."""
         total = self.total()
         first = [total] if "reduced" in self.seam.outputs else []
-        by_kernel = first + local.run(self.seam.local(), self.operands_of(total))
+        return first + local.run(self.seam.local(), self.operands_of(total))
+
+    def expected(self) -> list[tuple[str, list[Tensor]]]:
+        """(what it was computed with, all outputs)."""
         with canonical_reduction():
-            by_reference = reference.run(self.seam, self.operands_of(total), lambda x: x)
-        return [("the local kernel", by_kernel), ("the reference", by_reference)]
+            by_reference = reference.run(self.seam, self.operands_of(self.total()), lambda x: x)
+        return [("the local kernel", self.by_kernel()), ("the reference", by_reference)]
 
 
 def call_of(
@@ -135,11 +136,6 @@ def payloads(run: Callable[..., list[Tensor]], world_size: int, hidden: int = 25
     return calls
 
 
-def poisoned_calls() -> AbstractContextManager[None]:
-    """`kernel_cases.poisoned_outputs` where collective kernels allocate theirs."""
-    return poisoned_outputs(calls_module)
-
-
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Alike in dtype, shape, strides and every bit, those of padding too; any two NaNs are."""
     alike = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
@@ -165,7 +161,7 @@ def check(
     """
     world_size = len(calls[0].terms)
     channels, buffers = make_channels(world_size, slot_bytes=slot_bytes, multiprocessors=multiprocessors)
-    with poisoned_calls():
+    with poisoned_outputs():
         own = [lambda rank, call=call: call.on(channels[rank]) for call in calls]
         counters = [lambda rank: int(channels[rank].counter)]
         *results, counted = zip(*run_ranks(world_size, run_in_turn, own + counters, longest_sleep), strict=True)

@@ -14,7 +14,7 @@ INTERPRETED = (
     "test_kernel_casts.py",
     "test_kernel_exchange.py",
     "test_kernel_local.py",
-    "test_one_shot_table.py",
+    "test_one_shot.py",
     "test_two_shot.py",
 )
 COMPILED = ("test_collective_build.py", "test_kernel_build.py", "test_kernel_interpreted.py")

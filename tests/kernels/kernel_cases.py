@@ -13,13 +13,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from torchseam import reference
-from torchseam.kernels import local
+from torchseam.kernels import calls, local
 from torchseam.operands import Operands
 from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS, SCALE_ROUNDINGS, SCALE_RULES, Norm, Quant, Seam
 
@@ -232,8 +231,8 @@ def storage(t: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def poisoned_outputs(*modules: ModuleType) -> Iterator[None]:
-    """What `modules` (`local` if none is given) allocate has 0x7F in every byte, padding too, before a kernel runs."""
+def poisoned_outputs() -> Iterator[None]:
+    """What the kernels' host code allocates has 0x7F in every byte, padding too, before a kernel runs."""
 
     def poison(allocate: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         def allocate_poisoned(*args: object) -> list[Tensor]:
@@ -244,7 +243,7 @@ def poisoned_outputs(*modules: ModuleType) -> Iterator[None]:
 
         return allocate_poisoned
 
-    names = [(m, n) for m in modules or (local,) for n in ("empty_outputs", "empty_quantized") if hasattr(m, n)]
+    names = ((calls, "empty_outputs"), (local, "empty_quantized"))
     allocators = [(module, name, getattr(module, name)) for module, name in names]
     for module, name, allocate in allocators:
         setattr(module, name, poison(allocate))

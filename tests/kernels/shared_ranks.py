@@ -15,16 +15,41 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.runtime.errors import InterpreterError
 
 from torchseam.kernels import channel as channels_module
 from torchseam.kernels.channel import Channel
 from torchseam.kernels.packets import ABSENT_WORD
 
+
+@triton.jit
+def _count_kernel(out_ptr, count):
+    for _ in tl.range(0, count * 2):
+        tl.store(out_ptr, tl.load(out_ptr) + 1)
+
+
+def _no_computed_bounds() -> str | None:
+    """Why this interpreter cannot run the collective kernels, or None."""
+    counted = torch.zeros(1, dtype=torch.int64)
+    try:
+        _count_kernel[(1,)](counted, 2)
+    except InterpreterError as error:
+        versions = f"Triton {triton.__version__} and NumPy {version('numpy')}"
+        return f"the interpreter of {versions} has no loops to a computed bound ({error})"
+    return None
+
+
+#: NumPy 2.4 makes no Python number of an array of one number; Triton 3.6 asks it to (triton-lang/triton#9171).
+NO_COMPUTED_BOUNDS = _no_computed_bounds() if knobs.runtime.interpret else None
 #: Seconds: many times what the longest list of calls takes on a machine that others use too.
 TIMEOUT = 240.0
 

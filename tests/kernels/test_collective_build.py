@@ -71,7 +71,9 @@ def test_one_shot_builds_spills_nothing_and_gives_each_packet_one_thread(name, a
 @pytest.mark.parametrize(("module", "launch"), [(one_shot, OneShot(32)), (two_shot, TwoShot(32))])
 def test_more_threads_than_packets_are_found(module, launch):
     name = f"{module.__name__.rpartition('.')[2]}_kernel"
-    assert shared_packets(build(module, name, *case("group-w4"), 90, launch=launch).ttgir) != []
+    assert shared_packets(build(module, name, *case("group-w4"), 90, launch=launch, refused_too=True).ttgir) != []
+    with pytest.raises(ValueError, match="no packet may be pushed by two threads"):
+        build(module, name, *case("group-w4"), 90, launch=launch)
 
 
 @pytest.mark.parametrize("module", [one_shot, two_shot])

@@ -13,17 +13,19 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from collective_cases import Call, call_of, check, payloads, poisoned_calls, same_storage, shuffled, table
-from kernel_cases import Case, storage
-from shared_ranks import make_channels, run_ranks
+from collective_cases import Call, call_of, check, payloads, same_storage, shuffled, table
+from kernel_cases import Case, poisoned_outputs, storage
+from shared_ranks import NO_COMPUTED_BOUNDS, make_channels, run_ranks
 
 from torchseam.kernels import one_shot, owners, two_shot
 from torchseam.kernels.launch import OneShot, TwoShot
 from torchseam.operands import Operands
 from torchseam.seam import OUTPUTS, Norm, Quant, Reduce, Seam
 
+pytestmark = pytest.mark.skipif(NO_COMPUTED_BOUNDS is not None, reason=NO_COMPUTED_BOUNDS or "")
+
 #: Every program does all; pushers, reducers and gatherers, three programs for two of each role's rows.
-LAUNCHES = (TwoShot(4), TwoShot(1, pushers=1, reducers=2, ahead=2))
+LAUNCHES = (TwoShot(1), TwoShot(1, pushers=1, reducers=2, ahead=2))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -62,7 +64,7 @@ def test_every_set_of_outputs_is_gathered():
 
 
 def test_both_algorithms_share_one_channel_and_ranks_may_come_late():
-    calls = table(two_shot.run, 3, LAUNCHES)[::4] + table(one_shot.run, 3, (OneShot(4),))[1::4]
+    calls = table(two_shot.run, 3, LAUNCHES)[::4] + table(one_shot.run, 3, (OneShot(1),))[1::4]
     assert check(shuffled(calls, seed=2), multiprocessors=4, longest_sleep=0.5) == []
 
 
@@ -112,7 +114,7 @@ def test_a_sharded_residual_stays_with_its_owners():
             residual = outputs[-1][0]
         return outputs
 
-    with poisoned_calls():
+    with poisoned_outputs():
         got = run_ranks(world_size, chain)
     first = full.expected()[0][1]
     again = dataclasses.replace(full, operands=dataclasses.replace(full.operands, residual=first[0])).expected()[0][1]
@@ -140,6 +142,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
     channels, buffers = make_channels(2, slot_bytes=5 * 1280 - 16)
     with pytest.raises(ValueError, match="6400 bytes of each slot; the workspace's have 6384"):
         two_shot.run(seam, operands, channels[0])
+    assert int(channels[0].counter) == 0 and all(bool((b == 0xFF).all()) for b in buffers)
+
+
+def test_more_threads_than_packets_are_refused_before_anything_is_sent():
+    case = Case(Seam(Norm(1e-6), outputs=("norm",)), None, 464, torch.float32)
+    channels, buffers = make_channels(2)
+    call = call_of(two_shot.run, case, 2, 3, launch=TwoShot(8, pushers=1, reducers=1))
+    with pytest.raises(
+        ValueError, match=r"8 warps have 256 threads; 464 elements .* 128 packets .* num_warps .* at most 4"
+    ):
+        call.on(dataclasses.replace(channels[0], multiprocessors=4))
     assert int(channels[0].counter) == 0 and all(bool((b == 0xFF).all()) for b in buffers)
 
 

@@ -178,6 +178,18 @@ def _warps_for(packets: int) -> int:
     return min(max(1 << (packets - 1).bit_length() >> 5, 1), _MOST_WARPS)
 
 
+def check_threads(num_warps: int, width: int, itemsize: int) -> None:
+    """ValueError if a program that holds `width` elements has more threads than packets: two threads would hold the
+    same packet, each would push it, and the second copy could arrive after the first was read and set back."""
+    packets = block_of(width) * itemsize // PACKET
+    if num_warps * WARP > packets:
+        raise ValueError(
+            f"{num_warps} warps have {num_warps * WARP} threads; {width} elements of {itemsize} bytes are exchanged as "
+            f"{packets} packets of {PACKET} bytes, and no packet may be pushed by two threads: num_warps can be at "
+            f"most {packets // WARP}"
+        )
+
+
 def block_of(hidden: int) -> int:
     """Lanes of a program that holds a whole row: the least power of two >= H, and at least 128."""
     return max(_SMALLEST_BLOCK, 1 << (hidden - 1).bit_length())

@@ -18,6 +18,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torchseam.kernels import launch as launches
+from torchseam.kernels import local
+from torchseam.kernels.arguments import arguments, has_pdl, on_device
 from torchseam.kernels.calls import Call, run_seam
 from torchseam.kernels.casts import round_to, to_float32
 from torchseam.kernels.channel import UNWATCHED, Channel, Watch, call_number, count_program
@@ -284,21 +286,23 @@ def run(
 
     Collective: all ranks call it with the same seam, shapes, dtypes and launch. A seam with several
     quantisers takes one launch more for each after the first. x must fit in `channel.slot_bytes`.
-    ValueError for a sharded residual: every rank adds it to every row.
+    ValueError for a sharded residual (every rank adds it to every row), and for a launch of more threads than packets.
     """
     if seam.reduce is not None and seam.reduce.residual != "full":
         raise ValueError(f"the residual is {seam.reduce.residual}; one-shot needs all of its rows on every rank")
-    return run_seam(seam, operands, lambda call: _launch(call, channel, launch, watch))
+    return run_seam(seam, operands, lambda call: _launch(call, channel, launch, watch), local.launch_quantizer)
 
 
 def _launch(call: Call, channel: Channel, launch: OneShot | None, watch: Watch) -> None:
-    tokens, hidden = call.x.shape
-    choice = launch or launches.choose_one_shot(tokens, hidden, call.x.itemsize, call.quant, channel.multiprocessors)
+    x = call.operands.x
+    hidden = x.shape[-1]
+    tokens = x.numel() // hidden
+    choice = launch or launches.choose_one_shot(tokens, hidden, x.itemsize, call.quant, channel.multiprocessors)
     programs, pushers, first_reducer = choice.grid(tokens, channel.multiprocessors)
-    pdl = choice.launch_pdl and call.has_pdl()
-    with call.on_device():
+    pdl = choice.launch_pdl and has_pdl(x)
+    with on_device(x):
         one_shot_kernel[(programs,)](
-            **call.arguments(channel, watch, choice.parts),
+            **arguments(call, channel, watch, choice.num_warps, choice.parts),
             slots_ptr=channel.slots,
             pushers=pushers,
             first_reducer=first_reducer,

@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torchseam.kernels import launch as launches
+from torchseam.kernels import local
+from torchseam.kernels.arguments import arguments, has_pdl, on_device
 from torchseam.kernels.calls import Call, run_seam
 from torchseam.kernels.casts import round_to, to_float32
 from torchseam.kernels.channel import UNWATCHED, Channel, Watch, call_number, count_program
 from torchseam.kernels.epilogue import epilogue
-from torchseam.kernels.launch import PACKET, TwoShot
+from torchseam.kernels.launch import PACKET, TwoShot, choose_two_shot
 from torchseam.kernels.owners import first_row, owned_rows, row_count
 from torchseam.kernels.packets import clear_packets, pack_words, payload, store_packets
 from torchseam.kernels.results import receive_results, send_codes, send_row
@@ -368,27 +369,26 @@ def run(
 ) -> list[Tensor]:
     """`reference.run` of a seam that reduces, on every rank of the channel, by one launch; `one_shot.run`'s bits.
 
-    Collective: all ranks call it with the same seam, shapes, dtypes and launch. A seam with several quantisers
-    takes one launch more for each after the first. With `seam.reduce.residual` `sharded` the rows of residual_out that
-    others own (`owned_rows`) stay as they were allocated. ValueError where `two_shot_bytes` are not in a slot.
+    Collective, and several quantisers: as `one_shot.run`. Where `seam.reduce.residual` is `sharded` the rows of
+    residual_out that others own (`owned_rows`) stay as they were allocated. ValueError where `two_shot_bytes` are not
+    in a slot, and for a launch of more threads than packets.
     """
     needed = two_shot_bytes(seam, operands, channel.world_size)
     if needed > channel.slot_bytes:
         raise ValueError(f"the call needs {needed} bytes of each slot; the workspace's have {channel.slot_bytes}")
-    return run_seam(seam, operands, lambda call: _launch(call, channel, launch, watch))
+    return run_seam(seam, operands, lambda call: _launch(call, channel, launch, watch), local.launch_quantizer)
 
 
 def _launch(call: Call, channel: Channel, launch: TwoShot | None, watch: Watch) -> None:
-    tokens, hidden = call.x.shape
-    rows = len(owned_rows(tokens, 0, channel.world_size))
-    choice = launch or launches.choose_two_shot(
-        rows, hidden, call.x.itemsize, channel.world_size, channel.multiprocessors
-    )
+    x = call.operands.x
+    hidden = x.shape[-1]
+    rows = len(owned_rows(x.numel() // hidden, 0, channel.world_size))
+    choice = launch or choose_two_shot(rows, hidden, x.itemsize, channel.world_size, channel.multiprocessors)
     roles = choice.roles(rows, channel.multiprocessors)
-    pdl = choice.launch_pdl and call.has_pdl()
-    with call.on_device():
+    pdl = choice.launch_pdl and has_pdl(x)
+    with on_device(x):
         two_shot_kernel[(roles.programs,)](
-            **call.arguments(channel, watch),
+            **arguments(call, channel, watch, choice.num_warps),
             **sections_of(call.seam, call.operands).constants(),
             pushers=roles.pushers,
             first_reducer=roles.first_reducer,
