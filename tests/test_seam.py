@@ -89,6 +89,14 @@ def test_json_says_nothing_of_absent_parts():
     assert set(json.loads(Seam(NORM, quants=(STATIC,)).to_json())) == {"norm", "quants"}
 
 
+def test_a_sharded_residual_is_said_and_read_back():
+    seam = Seam(NORM, Reduce("tp", residual="sharded"), residual=True, outputs=("residual", "norm"))
+    assert Seam.from_json(seam.to_json()) == seam
+    assert "sharded" not in Seam(NORM, Reduce("tp"), outputs=("norm",)).to_json()
+    with pytest.raises(ValueError, match=r"Reduce\.residual is 'split'; allowed: 'full', 'sharded'"):
+        Reduce("tp", residual="split")
+
+
 @pytest.mark.parametrize("name", ('tp "fast"', "tp\\0", "\\", '"'))
 def test_a_name_that_json_would_have_to_escape_is_refused(name):
     for make in (lambda: Reduce(name), lambda: Reduce("tp", name)):

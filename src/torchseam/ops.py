@@ -102,6 +102,8 @@ def _check_seam(seam: Seam, operands: Operands) -> None:
         )
     _check_weight("inner_weight", operands.inner_weight, seam.inner_norm, x.shape[-1])
     _check_weight("weight", operands.weight, seam.norm, x.shape[-1])
+    if seam.reduce is not None and seam.reduce.residual != "full":
+        raise ValueError(f"the residual is {seam.reduce.residual}; no backend runs that yet, only `kernels.two_shot`")
     takers = [q for q in seam.quants if q.takes_scale]
     if len(scales) != len(takers):
         raise ValueError(f"{len(scales)} scales were given; the seam's quantisers take {len(takers)}")

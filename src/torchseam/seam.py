@@ -22,6 +22,7 @@ ScaleRule = Literal["divide", "reciprocal"]
 ScaleRounding = Literal["none", "activation"]
 GlobalScale = Literal["encode", "decode", "none"]
 Output = Literal["reduced", "residual", "norm"]
+ResidualPlacement = Literal["full", "sharded"]
 
 WEIGHT_MODES: tuple[WeightMode, ...] = ("none", "after_cast", "before_cast")
 SCHEMES: tuple[Scheme, ...] = ("fp8_static", "fp8_token", "fp8_group", "nvfp4")
@@ -30,6 +31,7 @@ SCALE_RULES: tuple[ScaleRule, ...] = ("divide", "reciprocal")
 SCALE_ROUNDINGS: tuple[ScaleRounding, ...] = ("none", "activation")
 GLOBAL_SCALES: tuple[GlobalScale, ...] = ("encode", "decode", "none")
 OUTPUTS: tuple[Output, ...] = ("reduced", "residual", "norm")
+RESIDUAL_PLACEMENTS: tuple[ResidualPlacement, ...] = ("full", "sharded")
 NVFP4_BLOCK = 16
 FP8_GROUP_SIZES = (64, 128)
 
@@ -68,19 +70,24 @@ class Reduce:
     """A sum over the ranks of one process group.
 
     `group` is the name under which torch.distributed knows the group (`ProcessGroup.group_name`);
-    `backend` is what runs the sum (DESIGN section 5), resolved when the operator runs.
+    `backend` is what runs the sum (DESIGN section 5), resolved when the operator runs. `residual`: `full` has
+    all rows of the residual on every rank; `sharded` has each row only on the rank that owns it, what the seam
+    reads and what it emits (the other rows may hold anything; `kernels.owners` says who owns which).
     """
 
     group: str
     backend: str = "auto"
+    residual: ResidualPlacement = "full"
 
     def __post_init__(self) -> None:
+        _choose("Reduce.residual", self.residual, RESIDUAL_PLACEMENTS)
         for text in (self.group, self.backend):
             if '"' in text or "\\" in text or not text.isprintable():
                 raise ValueError(f"Reduce has {text!r}; names must be printable, without quotes and backslashes")
 
     def to_json(self) -> str:
-        return f'{{"group":"{self.group}","backend":"{self.backend}"}}'
+        residual = "" if self.residual == "full" else f',"residual":"{self.residual}"'
+        return f'{{"group":"{self.group}","backend":"{self.backend}"{residual}}}'
 
 
 @dataclass(frozen=True)

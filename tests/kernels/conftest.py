@@ -10,8 +10,14 @@ import os
 
 import pytest
 
-INTERPRETED = ("test_kernel_casts.py", "test_kernel_exchange.py", "test_kernel_local.py")
-COMPILED = ("test_kernel_build.py", "test_kernel_interpreted.py")
+INTERPRETED = (
+    "test_kernel_casts.py",
+    "test_kernel_exchange.py",
+    "test_kernel_local.py",
+    "test_one_shot.py",
+    "test_two_shot.py",
+)
+COMPILED = ("test_collective_build.py", "test_kernel_build.py", "test_kernel_interpreted.py")
 
 collect_ignore = list(COMPILED if os.environ.get("TRITON_INTERPRET") == "1" else INTERPRETED)
 

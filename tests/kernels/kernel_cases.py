@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchseam import reference
-from torchseam.kernels import local
+from torchseam.kernels import calls, local
 from torchseam.operands import Operands
 from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS, SCALE_ROUNDINGS, SCALE_RULES, Norm, Quant, Seam
 
@@ -195,7 +195,7 @@ def inputs(case: Case, tokens: int, special: bool = True, seed: int = 0) -> Inpu
         return values.to(case.weight_dtype)
 
     if case.seam is None:
-        return Inputs(rows(), None, None, None, [_scale(case.quant)] if case.quant.takes_scale else [])
+        return Inputs(rows(), None, None, None, [scale_for(case.quant)] if case.quant.takes_scale else [])
     seam = case.seam
     x = rows()
     return Inputs(
@@ -203,7 +203,7 @@ def inputs(case: Case, tokens: int, special: bool = True, seed: int = 0) -> Inpu
         rows().flip(0) if seam.residual else None,
         weight(seam.inner_norm),
         weight(seam.norm),
-        [_scale(q) for q in seam.quants if q.takes_scale],
+        [scale_for(q) for q in seam.quants if q.takes_scale],
     )
 
 
@@ -215,7 +215,7 @@ def tiny_case() -> tuple[Case, Inputs]:
     return case, dataclasses.replace(given, x=given.x * sizes)
 
 
-def _scale(quant: Quant) -> Tensor:
+def scale_for(quant: Quant) -> Tensor:
     """One that saturates some of a norm's values (up to about 4) and keeps most."""
     if quant.scheme == "nvfp4":
         return torch.tensor([448.0 * 6.0 / 3.7])
@@ -232,7 +232,7 @@ def storage(t: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """The kernel's outputs have 0x7F in every byte, padding too, before it runs."""
+    """What the kernels' host code allocates has 0x7F in every byte, padding too, before a kernel runs."""
 
     def poison(allocate: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         def allocate_poisoned(*args: object) -> list[Tensor]:
@@ -243,15 +243,15 @@ def poisoned_outputs() -> Iterator[None]:
 
         return allocate_poisoned
 
-    names = ("empty_outputs", "empty_quantized")
-    allocators = {name: getattr(local, name) for name in names}
-    for name, allocate in allocators.items():
-        setattr(local, name, poison(allocate))
+    names = ((calls, "empty_outputs"), (local, "empty_quantized"))
+    allocators = [(module, name, getattr(module, name)) for module, name in names]
+    for module, name, allocate in allocators:
+        setattr(module, name, poison(allocate))
     try:
         yield
     finally:
-        for name, allocate in allocators.items():
-            setattr(local, name, allocate)
+        for module, name, allocate in allocators:
+            setattr(module, name, allocate)
 
 
 #: Quantisers whose scales have padding to zero.

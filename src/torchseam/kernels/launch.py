@@ -113,9 +113,81 @@ def choose_one_shot(tokens: int, hidden: int, itemsize: int, quant: Quant | None
     return OneShot(_warps_for(packets))
 
 
+@dataclass(frozen=True)
+class Roles:
+    """Who does what in a launch of the two-shot kernel: programs below `pushers` push, `reducers` from
+    `first_reducer` on reduce, those from `first_gatherer` on gather."""
+
+    programs: int
+    pushers: int
+    first_reducer: int
+    reducers: int
+    first_gatherer: int
+
+
+@dataclass(frozen=True)
+class TwoShot:
+    """One launch choice of the two-shot kernel. Whatever it is, the bits of the results are the same.
+
+    A multiprocessor runs one program, so that all programs run at once.
+
+    pushers, reducers: 0: every program pushes, reduces and gathers; else so many programs only push, so many only
+        reduce, and the others only gather.
+    ahead: rows for each peer that a pusher has on their way.
+    launch_pdl: let the kernel after this one be launched while this one runs (sm_90 and later).
+    """
+
+    num_warps: int
+    pushers: int = 0
+    reducers: int = 0
+    ahead: int = 1
+    launch_pdl: bool = True
+
+    def roles(self, rows: int, multiprocessors: int) -> Roles:
+        """For owners of `rows` rows at most."""
+        if not self.pushers:
+            programs = min(rows, multiprocessors)
+            return Roles(programs, programs, 0, programs, 0)
+        first_gatherer = self.pushers + self.reducers
+        if self.reducers < 1 or first_gatherer >= multiprocessors:
+            raise ValueError(
+                f"{self.pushers} pushers and {self.reducers} reducers; there must be at least one reducer, and one of "
+                f"the {multiprocessors} programs that run at once must be left to gather"
+            )
+        return Roles(multiprocessors, self.pushers, self.pushers, self.reducers, first_gatherer)
+
+    def options(self, pdl: bool) -> dict[str, Any]:
+        """As `OneShot.options`."""
+        return OneShot(self.num_warps).options(pdl)
+
+
+def choose_two_shot(rows: int, hidden: int, itemsize: int, world_size: int, multiprocessors: int) -> TwoShot:
+    """The launch choice of the two-shot kernel for owners of `rows` rows of H elements. Not measured yet.
+
+    Reducers and gatherers move about as many bytes for two ranks, and share the multiprocessors evenly.
+    """
+    warps = _warps_for(hidden * itemsize // PACKET)
+    if rows > multiprocessors > 2 * _PUSHERS:
+        ahead = max(_AHEAD // (world_size - 1), 1)
+        return TwoShot(warps, _PUSHERS, (multiprocessors - _PUSHERS) // 2, ahead)
+    return TwoShot(warps)
+
+
 def _warps_for(packets: int) -> int:
     """A thread for each packet (two threads of one packet would both push it), a power of two, at most 32 warps."""
     return min(max(1 << (packets - 1).bit_length() >> 5, 1), _MOST_WARPS)
+
+
+def check_threads(num_warps: int, width: int, itemsize: int) -> None:
+    """ValueError if a program that holds `width` elements has more threads than packets: two threads would hold the
+    same packet, each would push it, and the second copy could arrive after the first was read and set back."""
+    packets = block_of(width) * itemsize // PACKET
+    if num_warps * WARP > packets:
+        raise ValueError(
+            f"{num_warps} warps have {num_warps * WARP} threads; {width} elements of {itemsize} bytes are exchanged as "
+            f"{packets} packets of {PACKET} bytes, and no packet may be pushed by two threads: num_warps can be at "
+            f"most {packets // WARP}"
+        )
 
 
 def block_of(hidden: int) -> int:

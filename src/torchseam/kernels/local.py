@@ -21,11 +21,12 @@ from triton import knobs
 
 from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
+from torchseam.kernels.calls import Call, run_seam
 from torchseam.kernels.epilogue import ABSENT, epilogue
 from torchseam.kernels.launch import MAX_HIDDEN, Launch
 from torchseam.kernels.stores import store_padding_row, store_quantized
 from torchseam.operands import Operands
-from torchseam.outputs import empty_outputs, empty_quantized, norm_dtype_of
+from torchseam.outputs import empty_quantized
 from torchseam.seam import Norm, Quant, Seam
 
 #: Rows are programs of the grid's first dimension.
@@ -177,47 +178,34 @@ def run(seam: Seam, operands: Operands, *, launch: Launch | None = None) -> list
     Operands as `torchseam.ops.seam` validated them: any leading dims and strides. A seam with several
     quantisers takes one launch more for each after the first. `launch` overrides the choice by H.
     """
-    outputs = empty_outputs(seam, operands)
-    values = dict(zip(seam.outputs, outputs, strict=False))
-    quantized = iter(outputs[len(seam.outputs) :])
-    given = iter(operands.scales)
-    norm_out = values.get("norm")
-    if norm_out is None and len(seam.quants) > 1:
-        norm_out = operands.x.new_empty(tuple(operands.x.shape), dtype=norm_dtype_of(seam, operands))
-    first, *others = seam.quants or (None,)
-    _launch(
-        launch,
-        seam.inner_norm,
-        seam.norm,
-        first,
-        operands,
-        next(given) if first is not None and first.takes_scale else None,
-        values.get("residual"),
-        norm_out,
-        take(quantized, first),
-    )
-    for quant in others:
-        assert norm_out is not None
-        scale = next(given) if quant.takes_scale else None
-        launch_quantizer(launch, norm_out, quant, scale, take(quantized, quant))
-    return outputs
+
+    def launch_first(call: Call) -> None:
+        _launch(
+            launch,
+            seam.inner_norm,
+            seam.norm,
+            call.quant,
+            operands,
+            call.scale,
+            call.residual_out,
+            call.norm_out,
+            call.quantized,
+        )
+
+    return run_seam(seam, operands, launch_first, functools.partial(launch_quantizer, launch=launch))
 
 
 def quantize(y: Tensor, quant: Quant, scale: Tensor | None, *, launch: Launch | None = None) -> list[Tensor]:
     """`reference.quantize` by one launch, the same bits. Arguments as `torchseam.ops.quantize` validated them."""
     outputs = empty_quantized(y, quant)
-    launch_quantizer(launch, y, quant, scale, outputs)
+    launch_quantizer(y, quant, scale, outputs, launch)
     return outputs
 
 
-def take(quantized: Any, quant: Quant | None) -> list[Tensor]:
-    """The next [codes] or [codes, scales] of `quant`."""
-    return [] if quant is None else [next(quantized) for _ in range(1 + quant.emits_scale)]
-
-
 def launch_quantizer(
-    launch: Launch | None, y: Tensor, quant: Quant, scale: Tensor | None, quantized: list[Tensor]
+    y: Tensor, quant: Quant, scale: Tensor | None, quantized: list[Tensor], launch: Launch | None = None
 ) -> None:
+    """`quantize` into [codes] or [codes, scales]."""
     _launch(launch, None, None, quant, Operands(y), scale, None, None, quantized)
 
 

@@ -12,29 +12,24 @@ those of the same number on the peers. docs/protocol.md has the protocol and why
 # Triton reads annotations of kernels as its own.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disable-error-code="var-annotated,assignment"
 
-import contextlib
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torchseam.formats import fp8
 from torchseam.kernels import launch as launches
 from torchseam.kernels import local
+from torchseam.kernels.arguments import arguments, has_pdl, on_device
+from torchseam.kernels.calls import Call, run_seam
 from torchseam.kernels.casts import round_to, to_float32
 from torchseam.kernels.channel import UNWATCHED, Channel, Watch, call_number, count_program
 from torchseam.kernels.epilogue import epilogue
-from torchseam.kernels.launch import PACKET, OneShot
+from torchseam.kernels.launch import OneShot
 from torchseam.kernels.packets import clear_packets, pack_words, payload, store_packets
-from torchseam.kernels.rows import as_aligned_rows, own_row, sum_in_rank_order
+from torchseam.kernels.rows import own_row, sum_in_rank_order
 from torchseam.kernels.stores import store_padding_row, store_quantized
 from torchseam.operands import Operands
-from torchseam.outputs import empty_outputs, norm_dtype_of
-from torchseam.seam import Quant, Seam
-
-_PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
+from torchseam.seam import Seam
 
 
 # Not specialised: what changes from call to call, or each new T could mean a new compilation.
@@ -291,105 +286,31 @@ def run(
 
     Collective: all ranks call it with the same seam, shapes, dtypes and launch. A seam with several
     quantisers takes one launch more for each after the first. x must fit in `channel.slot_bytes`.
+    ValueError for a sharded residual (every rank adds it to every row), and for a launch of more threads than packets.
     """
-    outputs = empty_outputs(seam, operands)
-    values = dict(zip(seam.outputs, outputs, strict=False))
-    quantized = iter(outputs[len(seam.outputs) :])
-    given = iter(operands.scales)
-    norm_out = values.get("norm")
-    if norm_out is None and len(seam.quants) > 1:
-        norm_out = operands.x.new_empty(tuple(operands.x.shape), dtype=norm_dtype_of(seam, operands))
-    first, *others = seam.quants or (None,)
-    _launch(
-        launch,
-        seam,
-        first,
-        operands,
-        channel,
-        next(given) if first is not None and first.takes_scale else None,
-        values.get("reduced"),
-        values.get("residual"),
-        norm_out,
-        local.take(quantized, first),
-        watch,
-    )
-    for quant in others:
-        assert norm_out is not None
-        scale = next(given) if quant.takes_scale else None
-        local.launch_quantizer(None, norm_out, quant, scale, local.take(quantized, quant))
-    return outputs
+    if seam.reduce is not None and seam.reduce.residual != "full":
+        raise ValueError(f"the residual is {seam.reduce.residual}; one-shot needs all of its rows on every rank")
+    return run_seam(seam, operands, lambda call: _launch(call, channel, launch, watch), local.launch_quantizer)
 
 
-def _launch(
-    launch: OneShot | None,
-    seam: Seam,
-    quant: Quant | None,
-    operands: Operands,
-    channel: Channel,
-    scale: Tensor | None,
-    reduced: Tensor | None,
-    residual_out: Tensor | None,
-    norm_out: Tensor | None,
-    quantized: list[Tensor],
-    watch: Watch,
-) -> None:
-    x = operands.x
-    rows = as_aligned_rows(x)
-    tokens, hidden = rows.shape
-    if tokens == 0:
-        return
-    if scale is not None:
-        scale = fp8.one_float32("the scale", scale, x)
-    residual = None if operands.residual is None else local.as_rows(operands.residual)
-    codes, scales = (*map(local.as_stored, quantized), None, None)[:2]
-    choice = launch or launches.choose_one_shot(tokens, hidden, x.itemsize, quant, channel.multiprocessors)
+def _launch(call: Call, channel: Channel, launch: OneShot | None, watch: Watch) -> None:
+    x = call.operands.x
+    hidden = x.shape[-1]
+    tokens = x.numel() // hidden
+    choice = launch or launches.choose_one_shot(tokens, hidden, x.itemsize, call.quant, channel.multiprocessors)
     programs, pushers, first_reducer = choice.grid(tokens, channel.multiprocessors)
-    width = hidden // choice.parts
-    attributes = local.attributes(hidden, seam.inner_norm, seam.norm, quant, seam.residual)
-    ptx = local.speaks_ptx(x)
-    pdl = ptx and choice.launch_pdl and local.capability(x.device.index) >= _PDL_CAPABILITY
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    pdl = choice.launch_pdl and has_pdl(x)
+    with on_device(x):
         one_shot_kernel[(programs,)](
-            rows,
-            residual,
-            None if operands.inner_weight is None else operands.inner_weight.contiguous(),
-            None if operands.weight is None else operands.weight.contiguous(),
-            scale,
-            reduced,
-            residual_out,
-            norm_out,
-            codes,
-            scales,
-            channel.addresses,
-            channel.counter,
-            channel.slots,
-            *watch.arguments(),
-            tokens,
-            tokens if scales is None else local.grid(tokens, quant, scales),
-            rows.stride(0),
-            0 if residual is None else residual.stride(0),
-            scales.stride(1) if scales is not None and scales.dim() == 2 else 0,
-            channel.slot_bytes // PACKET,
-            pushers,
-            first_reducer,
-            **{
-                **attributes,
-                "BLOCK": launches.block_of(width),
-                "GROUP": attributes["GROUP"] if quant and quant.group_size else launches.block_of(width),
-            },
-            WORLD=channel.world_size,
-            RANK=channel.rank,
-            WIDTH=width,
+            **arguments(call, channel, watch, choice.num_warps, choice.parts),
+            slots_ptr=channel.slots,
+            pushers=pushers,
+            first_reducer=first_reducer,
+            WIDTH=hidden // choice.parts,
             PARTS=choice.parts,
             SLOTS=channel.multiprocessors,
-            HAS_REDUCED=reduced is not None,
-            HAS_RESIDUAL_OUT=residual_out is not None,
-            HAS_NORM_OUT=norm_out is not None,
-            NATIVE=local.native_level_of(x),
             AHEAD=choice.ahead,
             PREFETCH=choice.pushers > 0,
-            WATCH=ptx and watch.timeout > 0,
-            PTX=ptx,
             PDL=pdl,
             **choice.options(pdl),
         )

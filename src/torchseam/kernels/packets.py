@@ -37,9 +37,15 @@ def pack_words(words, N: tl.constexpr):
 
 
 @triton.jit
+def join_words(first, second, third, fourth, N: tl.constexpr):
+    """The inverse of `pack_words`: int32 [4 * N]."""
+    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (4 * N,))
+
+
+@triton.jit
 def unpack_words(first, second, third, fourth, dtype: tl.constexpr, N: tl.constexpr):
     """The packets of `pack_words` -> their elements of `dtype` (bf16, fp16: [8 * N]; fp32: [4 * N])."""
-    words = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (4 * N,))
+    words = join_words(first, second, third, fourth, N)
     if dtype == tl.float32:
         elements = words.to(tl.float32, bitcast=True)
     else:
@@ -118,29 +124,56 @@ def load_packets(pointers, mask, PTX: tl.constexpr):
     return first, second, third, fourth
 
 
+def _poll(before: str = "", after_each_load: str = "") -> str:
+    """PTX: packets ($5 to $8 as read before, at $4) read again until no word is ABSENT, into $0 to $3."""
+    return f"""
+        {{
+        .reg .pred absent;
+        {before}
+        mov.b32 $0, $5;
+        mov.b32 $1, $6;
+        mov.b32 $2, $7;
+        mov.b32 $3, $8;
+        again:
+        setp.eq.s32 absent, $0, -1;
+        setp.eq.or.s32 absent, $1, -1, absent;
+        setp.eq.or.s32 absent, $2, -1, absent;
+        setp.eq.or.s32 absent, $3, -1, absent;
+        @!absent bra there;
+        ld.relaxed.sys.global.v4.b32 {{$0, $1, $2, $3}}, [$4];
+        {after_each_load}
+        bra again;
+        there:
+        }}
+        """
+
+
+_POLL = tl.constexpr(_poll())
+# After $9 nanoseconds $11 is stored at $10, and then it traps if $12 is not 0.
+_WATCHED_POLL = tl.constexpr(
+    _poll(
+        """.reg .pred early, traps;
+        .reg .u64 start, now;
+        mov.u64 start, %globaltimer;""",
+        """mov.u64 now, %globaltimer;
+        sub.u64 now, now, start;
+        setp.le.u64 early, now, $9;
+        @early bra again;
+        st.relaxed.sys.global.b64 [$10], $11;
+        fence.acq_rel.sys;
+        setp.ne.s32 traps, $12, 0;
+        @traps trap;
+        bra there;""",
+    )
+)
+
+
 @triton.jit
 def await_packets(pointers, first, second, third, fourth, mask, PTX: tl.constexpr):
     """The words of `load_packets` once none is ABSENT: reads again until then."""
     if PTX:
         first, second, third, fourth = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred absent;
-            mov.b32 $0, $5;
-            mov.b32 $1, $6;
-            mov.b32 $2, $7;
-            mov.b32 $3, $8;
-            again:
-            setp.eq.s32 absent, $0, -1;
-            setp.eq.or.s32 absent, $1, -1, absent;
-            setp.eq.or.s32 absent, $2, -1, absent;
-            setp.eq.or.s32 absent, $3, -1, absent;
-            @!absent bra there;
-            ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
-            bra again;
-            there:
-            }
-            """,
+            _POLL,
             "=&r,=&r,=&r,=&r,l,r,r,r,r",
             [pointers.to(tl.int64), first, second, third, fourth],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -163,33 +196,7 @@ def await_packets_watched(pointers, first, second, third, fourth, timeout, mailb
     traps where `trap` is not 0, else goes on with what it has.
     """
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred absent, late;
-        .reg .u64 start, now;
-        mov.b32 $0, $5;
-        mov.b32 $1, $6;
-        mov.b32 $2, $7;
-        mov.b32 $3, $8;
-        mov.u64 start, %globaltimer;
-        again:
-        setp.eq.s32 absent, $0, -1;
-        setp.eq.or.s32 absent, $1, -1, absent;
-        setp.eq.or.s32 absent, $2, -1, absent;
-        setp.eq.or.s32 absent, $3, -1, absent;
-        @!absent bra there;
-        ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
-        mov.u64 now, %globaltimer;
-        sub.u64 now, now, start;
-        setp.le.u64 late, now, $9;
-        @late bra again;
-        st.relaxed.sys.global.b64 [$10], $11;
-        fence.acq_rel.sys;
-        setp.ne.s32 late, $12, 0;
-        @late trap;
-        there:
-        }
-        """,
+        _WATCHED_POLL,
         "=&r,=&r,=&r,=&r,l,r,r,r,r,l,l,l,r",
         [pointers.to(tl.int64), first, second, third, fourth, timeout.to(tl.int64), mailbox.to(tl.int64), record, trap],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),

@@ -25,6 +25,30 @@ def own_row(x_ptr, residual_ptr, row, columns, mask, x_stride, residual_stride, 
 
 
 @triton.jit
+def await_from(
+    pointers,
+    read,
+    mask,
+    source,
+    call,
+    mailbox,
+    timeout,
+    trap,
+    RANK: tl.constexpr,
+    WATCH: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The four words of packets that rank `source` pushes; `read` is what `load_packets` gave."""
+    a, b, c, d = read
+    if WATCH:
+        record = call * 256 + (RANK * 16 + source)
+        a, b, c, d = await_packets_watched(pointers, a, b, c, d, timeout, mailbox, record, trap)
+    else:
+        a, b, c, d = await_packets(pointers, a, b, c, d, mask, PTX)
+    return a, b, c, d
+
+
+@triton.jit
 def sum_in_rank_order(
     own,
     buffer,
@@ -42,11 +66,16 @@ def sum_in_rank_order(
     WATCH: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """fp32 sum over the ranks, from rank 0 on; `own` is this rank's term."""
-    # All first reads are under way before the first is waited for.
+    """fp32 sum over the ranks, from rank 0 on; `own` is this rank's term.
+
+    The others' lie at `offsets` (in packets) of `buffer`'s slots.
+    """
+    stride = slot_packets.to(tl.int64) * 4
+    # The first reads are under way before the first is waited for; all of seven peers would not fit in registers.
+    AHEAD: tl.constexpr = 4
     read = ()
-    for slot in tl.static_range(WORLD - 1):
-        words = load_packets(buffer + (slot * slot_packets + offsets) * 4, sent, PTX)
+    for slot in tl.static_range(min(AHEAD, WORLD - 1)):
+        words = load_packets(buffer + slot * stride + offsets * 4, sent, PTX)
         read = read + (words,)  # noqa: RUF005  # Triton has no starred expressions
     if RANK == 0:
         total = own
@@ -55,14 +84,12 @@ def sum_in_rank_order(
     for slot in tl.static_range(WORLD - 1):
         if slot == RANK and RANK != 0:
             total = total + own
-        a, b, c, d = read[slot]
-        pointers = buffer + (slot * slot_packets + offsets) * 4
-        if WATCH:
-            source = slot + 1 if slot >= RANK else slot
-            record = call * 256 + (RANK * 16 + source)
-            a, b, c, d = await_packets_watched(pointers, a, b, c, d, timeout, mailbox, record, trap)
-        else:
-            a, b, c, d = await_packets(pointers, a, b, c, d, sent, PTX)
+        pointers = buffer + slot * stride + offsets * 4
+        source = slot + 1 if slot >= RANK else slot
+        a, b, c, d = await_from(pointers, read[slot], sent, source, call, mailbox, timeout, trap, RANK, WATCH, PTX)
+        if slot + AHEAD < WORLD - 1:
+            words = load_packets(buffer + (slot + AHEAD) * stride + offsets * 4, sent, PTX)
+            read = read + (words,)  # noqa: RUF005
         term = to_float32(unpack_words(a, b, c, d, dtype, N))
         if slot == 0 and RANK != 0:
             total = term

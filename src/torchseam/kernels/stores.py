@@ -21,7 +21,7 @@ def _scale_offsets(row, columns, column_stride, COUNT: tl.constexpr, LAYOUT: tl.
 
 
 @triton.jit
-def _store_scale_row(
+def store_scale_row(
     scales_ptr,
     scales,
     row,
@@ -76,7 +76,7 @@ def store_quantized(
         if part == 0:
             tl.store(scales_ptr + row, scales)
     elif SCHEME != "fp8_static":
-        _store_scale_row(
+        store_scale_row(
             scales_ptr, scales, row, part, column_stride, HIDDEN // GROUP, WIDTH // GROUP, BLOCK // GROUP, LAYOUT
         )
 
@@ -93,4 +93,4 @@ def store_padding_row(
 ):
     """Zero the scales of a `row` (int64) past the last token, in a layout that has such rows."""
     zeros = tl.zeros((BLOCK // GROUP,), dtype=scales_ptr.dtype.element_ty)
-    _store_scale_row(scales_ptr, zeros, row, 0, column_stride, HIDDEN // GROUP, HIDDEN // GROUP, BLOCK // GROUP, LAYOUT)
+    store_scale_row(scales_ptr, zeros, row, 0, column_stride, HIDDEN // GROUP, HIDDEN // GROUP, BLOCK // GROUP, LAYOUT)
