@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-INTERPRETED = ("test_kernel_casts.py", "test_kernel_exchange.py", "test_kernel_local.py")
+INTERPRETED = ("test_kernel_casts.py", "test_kernel_exchange.py", "test_kernel_local.py", "test_kernel_tuning.py")
 COMPILED = ("test_kernel_build.py", "test_kernel_interpreted.py")
 
 collect_ignore = list(COMPILED if os.environ.get("TRITON_INTERPRET") == "1" else INTERPRETED)
