@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import types
 from collections.abc import Iterator
@@ -217,13 +218,15 @@ def test_ranks_are_started_as_many_as_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
     def started(function: object, ranks: int, settings: tune.Settings, show_output: bool) -> tuple[Any, ...]:
         assert (function, ranks, show_output) == (tune.tune_rank, 2, False)
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1" and os.environ["NCCL_NVLS_ENABLE"] == "0"
         assert settings == tune.Settings((8192,), ("fp8_static",), (1024,), "bfloat16")
         found = search([shape], Ranks(), lambda _: None)
         path = tuned_file.write(tuned_file.machine_of(0), [timed.row for timed in found])
         return tuned_file.machine_of(0), found, path, [dataclasses.replace(shape, tokens=9999)]
 
-    for name in tune.LOG_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in (*tune.LOG_VARIABLES, *tune.NO_MULTICAST):
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setattr(tune, "launch", started)
     output = run("--ranks", 2, "--hidden", 8192, "--scheme", "static", "--tokens", 1024)
     assert "one_shot, 2 ranks, fp8_static, bfloat16, H=8192" in output

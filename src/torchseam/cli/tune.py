@@ -26,6 +26,9 @@ LOCAL_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 #: Closer, because parts and pushers depend on T; and one as many as the GPU has multiprocessors, beyond which
 #: programs take several rows.
 ONE_SHOT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+#: For the ranks: our kernels use no NVLink multicast, whose state can outlive a process that is ended while it holds
+#: some.
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 #: What backends/symmetric.py takes.
 MOST_RANKS = 8
 
@@ -92,6 +95,8 @@ def run_tune(
         result = tune_local(settings)
     else:
         steps = Steps()
+        for name, value in NO_MULTICAST.items():
+            os.environ.setdefault(name, value)
         try:
             result = launch(
                 tune_rank, ranks, settings, show_output=debug or any(name in os.environ for name in LOG_VARIABLES)
@@ -152,9 +157,6 @@ def tune_local(settings: Settings) -> tuple[Any, ...]:
 
 def tune_rank(settings: Settings) -> tuple[Any, ...] | None:
     """One rank of the search for the one-shot kernel; rank 0 writes and returns what `show_search` takes."""
-    # The kernels use no NVLink multicast, whose state can outlive a process that is ended while it holds some.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     import torch
     import torch.distributed as dist
 
