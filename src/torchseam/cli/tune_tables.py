@@ -16,13 +16,13 @@ from torchseam.kernels.tuned import Choice, Row, Shape
 from torchseam.tuning.search import MARGIN, Timed
 
 #: Columns of text beside the times, and of each time with its borders: as many T as fit stand in one table.
-_LABEL, _CELL = 34, 11
+_LABEL, _CELL = 34, 12
 _LEGEND = "us; * chosen, s shipped, ! other bits than shipped: not used"
 
 
 def label(choice: Choice) -> str:
     """A choice in words."""
-    words = [f"{choice.num_warps} warps"]
+    words = [f"{choice.num_warps} warp{'s' * (choice.num_warps > 1)}"]
     if not isinstance(choice, Launch):
         words += [f"{choice.parts} parts"] if choice.parts > 1 else []
         words += [f"{choice.pushers} pushers, {choice.ahead} ahead"] if choice.pushers else []
