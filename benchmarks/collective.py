@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from measuring import EPS, SCHEMES, operand_sets
+from measuring import SCHEMES
 
 from torchseam import reference
 from torchseam.backends import base, collective, symmetric
@@ -43,7 +43,9 @@ from torchseam.kernels import one_shot
 from torchseam.kernels.launch import OneShot, choose_one_shot
 from torchseam.kernels.packets import pack_words, store_packets
 from torchseam.operands import Operands
-from torchseam.seam import Norm, Quant, Reduce, Seam
+from torchseam.seam import Seam
+from torchseam.tuning import timing
+from torchseam.tuning.timing import EPS, operand_sets, seam_of
 
 #: Its NVFP4 needs compute capability 10.0.
 FLASHINFER_SCHEMES = ("fp8_static", "fp8_token", "fp8_group")
@@ -71,7 +73,7 @@ class Bench:
 
     def microseconds(self, calls: Sequence[Callable[[], object]]) -> float:
         """Median time of one call, the calls taken in turn inside one CUDA graph; the slowest rank's."""
-        return self.slowest(measuring.microseconds(calls, CALLS_PER_GRAPH, REPLAYS, self.together))
+        return self.slowest(timing.microseconds(calls, CALLS_PER_GRAPH, REPLAYS, self.together))
 
     def together(self) -> None:
         dist.barrier(group=self.cpu_group)
@@ -111,10 +113,6 @@ def link_bandwidth(bench: Bench) -> float:
 
 
 # ---- what is timed ----------------------------------------------------------------------------
-
-
-def seam_of(quant: Quant, group: base.Group) -> Seam:
-    return Seam(Norm(EPS), reduce=Reduce(group.name), residual=True, quants=(quant,), outputs=("residual",))
 
 
 def implementations(
@@ -164,7 +162,7 @@ _flashinfer_module: list[str] = []
 def launches(bench: Bench, backend: symmetric.Symmetric, scheme: str, hidden: int, tokens: int) -> None:
     """The time of launch choices around the one that `choose_one_shot` takes, which has the `*`."""
     channel = backend._workspace.channel
-    seam, sets = seam_of(SCHEMES[scheme], bench.group), operand_sets(SCHEMES[scheme], hidden, tokens)
+    seam, sets = seam_of(SCHEMES[scheme], bench.group.name), operand_sets(SCHEMES[scheme], hidden, tokens)
     chosen = choose_one_shot(tokens, hidden, 2, SCHEMES[scheme], channel.multiprocessors)
     warps = min(hidden // 256, 32)
     choices = [OneShot(warps)]
@@ -208,7 +206,7 @@ def main() -> None:
             if given.launches:
                 launches(bench, backend, name, hidden, tokens)
                 continue
-            seam, sets = seam_of(SCHEMES[name], group), operand_sets(SCHEMES[name], hidden, tokens)
+            seam, sets = seam_of(SCHEMES[name], group.name), operand_sets(SCHEMES[name], hidden, tokens)
             limit = max(shortest, tokens * hidden * 2 * (group.world_size - 1) / bandwidth * 1e6)
             best: dict[str, float] = {}
             for implementation, call in implementations(bench, backend, seam, given.peers.split(","), tokens, hidden):

@@ -19,19 +19,21 @@ from pathlib import Path
 
 import measuring
 import torch
-from measuring import EPS, SCHEMES, operand_sets
+from measuring import SCHEMES
 
 from torchseam import reference
 from torchseam.kernels import launch, local
 from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs
-from torchseam.seam import Norm, Quant, Seam
+from torchseam.seam import Seam
+from torchseam.tuning import timing
+from torchseam.tuning.timing import operand_sets, seam_of
 
 CALLS_PER_GRAPH, REPLAYS = 20, 40
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    return measuring.microseconds(calls, CALLS_PER_GRAPH, REPLAYS)
+    return timing.microseconds(calls, CALLS_PER_GRAPH, REPLAYS)
 
 
 def copy_bandwidth() -> float:
@@ -40,10 +42,6 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     # A kernel: `copy_` inside a graph is a copy engine's job, which is slower.
     return 2 * source.nbytes / (microseconds([lambda: torch.mul(source, 1.0, out=target)]) * 1e-6)
-
-
-def seam_of(quant: Quant) -> Seam:
-    return Seam(norm=Norm(EPS), residual=True, quants=(quant,), outputs=("residual",))
 
 
 def bytes_moved(seam: Seam, operands: Operands) -> int:

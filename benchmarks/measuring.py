@@ -1,22 +1,26 @@
-"""What the benchmarks of the kernels share: operands, timing by CUDA graph, and the table of results."""
+"""What the benchmarks of the kernels share: the schemes and the table of results. The timer is torchseam's own.
+
+They time the launches that are shipped, whatever `torchseam tune` has found on the machine.
+"""
 
 from __future__ import annotations
 
 import csv
 import datetime
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import triton
 
-from torchseam.operands import Operands
+from torchseam.config import TUNED_VARIABLE
 from torchseam.seam import Quant
+
+os.environ[TUNED_VARIABLE] = "0"
 
 #: One row a measurement.
 COLUMNS = (
@@ -24,57 +28,6 @@ COLUMNS = (
     *("scheme", "hidden", "tokens", "implementation", "microseconds", "limit_microseconds"),
 )
 SCHEMES = {q.scheme: q for q in (Quant("fp8_static"), Quant("fp8_token"), Quant("fp8_group"), Quant("nvfp4"))}
-EPS = 1e-6
-#: Bytes of inputs to rotate over: three times the L2 cache of an H200 (60 MB).
-ROTATED_BYTES = 180e6
-#: Replays that are not counted.
-WARM_REPLAYS = 5
-
-
-def operand_sets(quant: Quant, hidden: int, tokens: int) -> list[Operands]:
-    """Enough sets of operands that a large one is not in the cache when its turn comes."""
-    sets = max(1, min(8, int(ROTATED_BYTES / (4 * hidden * tokens) + 1))) if hidden * tokens > 2**20 else 1
-    weight = torch.rand(hidden, device="cuda").bfloat16()
-    scale = torch.tensor([0.01 if quant.scheme == "fp8_static" else 600.0], device="cuda")
-    return [
-        Operands(
-            torch.randn(tokens, hidden, device="cuda").bfloat16(),
-            torch.randn(tokens, hidden, device="cuda").bfloat16(),
-            weight=weight,
-            scales=(scale,) if quant.takes_scale else (),
-        )
-        for _ in range(sets)
-    ]
-
-
-def microseconds(
-    calls: Sequence[Callable[[], object]],
-    calls_per_graph: int,
-    replays: int,
-    together: Callable[[], None] = lambda: None,
-) -> float:
-    """Median time of one call, the calls taken in turn inside one CUDA graph; `together` waits for the other ranks."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            for call in calls:
-                call()
-    torch.cuda.synchronize()
-    together()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls_per_graph):
-            calls[i % len(calls)]()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls_per_graph)
-    together()
-    return statistics.median(times[WARM_REPLAYS:])
 
 
 @contextmanager

@@ -23,6 +23,7 @@ FLOORS = (
     "compiler",
     "nn",
     "ops",
+    "tuning",
     "backends",
     "kernels",
     "reference",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torchseam.seam import SCHEMES
 
@@ -17,6 +18,17 @@ VLLM_BACKEND_VARIABLE = "VLLM_FLASHINFER_ALLREDUCE_BACKEND"
 LOG_VARIABLE = "TORCHSEAM_LOG"
 DUMP_VARIABLE = "TORCHSEAM_DUMP"
 CACHE_VARIABLE = "TORCHSEAM_CACHE"
+#: 0: launches as shipped, whatever `torchseam tune` wrote.
+TUNED_VARIABLE = "TORCHSEAM_TUNED"
+
+
+def cache_dir() -> Path:
+    """TORCHSEAM_CACHE, else XDG_CACHE_HOME/torchseam, else ~/.cache/torchseam."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "torchseam"
+    return Path.home() / ".cache" / "torchseam"
 
 
 def _backend_from_environment() -> str:

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from torchseam.backends import local as local_backend
 from torchseam.backends.base import Backend, Group, Kind, Unavailable, agree, host, verdict
+from torchseam.backends.tuned import agreed_table
+from torchseam.kernels.launch import OneShot
+from torchseam.kernels.tuned import ONE_SHOT, Table
 from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
@@ -58,7 +61,8 @@ def open_on(group: Group) -> Symmetric:
     _check_peers(group)
     from torchseam.backends import workspace
 
-    made = Symmetric(group, workspace.create(group))
+    tuned = agreed_table(group)
+    made = Symmetric(group, workspace.create(group), tuned)
     failure = verdict(group, made.self_test())
     if failure is not None:
         made.close()
@@ -117,11 +121,12 @@ class Symmetric(Backend):
 
     name = NAME
 
-    def __init__(self, group: Group, workspace: Any) -> None:
+    def __init__(self, group: Group, workspace: Any, tuned: Table) -> None:
         from torchseam.kernels.channel import Watch
 
         self._group = group
         self._workspace = workspace
+        self._tuned = tuned.chooser(ONE_SHOT, group.world_size, workspace.channel.multiprocessors)
         # Pinned: the kernels write there, and it can be read when they have stopped.
         self._mailbox = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._watch = Watch(watchdog_seconds(), self._mailbox.data_ptr())
@@ -148,7 +153,21 @@ class Symmetric(Backend):
         from torchseam.kernels import one_shot
 
         self._follow_last_call()
-        return one_shot.run(seam, operands, self._workspace.channel, watch=self._watch)
+        launch = self._tuned_launch(seam, operands.x)
+        return one_shot.run(seam, operands, self._workspace.channel, launch=launch, watch=self._watch)
+
+    def _tuned_launch(self, seam: Seam, x: Tensor) -> OneShot | None:
+        """The same on all ranks: of what is the same in their calls, and of a table that they agreed on."""
+        if self._tuned is None or not seam.quants:
+            return None
+        hidden, quant = x.shape[-1], seam.quants[0]
+        launch = self._tuned(x.numel() // hidden, hidden, x.dtype, quant.scheme, quant.multiple_of)
+        return launch if isinstance(launch, OneShot) else None
+
+    @property
+    def channel(self) -> Any:
+        """What the kernels are given of this group (kernels/channel.py)."""
+        return self._workspace.channel
 
     def memory(self) -> int:
         """`base.Backend.memory`."""

@@ -13,6 +13,7 @@ import typer
 
 from torchseam.cli import demo as demo_module
 from torchseam.cli import doctor as doctor_module
+from torchseam.cli import tune as tune_module
 from torchseam.cli.errors import describe, is_for_the_user
 from torchseam.cli.launch import RankError
 from torchseam.cli.preflight import DEVICES, SCHEMES
@@ -83,6 +84,40 @@ def doctor(
         ready = doctor_module.run_doctor(as_json)
     if not ready:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def tune(
+    hidden: Annotated[str, typer.Option(help="Hidden sizes, with commas between them.")] = tune_module.DEFAULT_HIDDEN,
+    scheme: Annotated[
+        str, typer.Option(help="Schemes, with commas between them; `fp8_` may be left out.")
+    ] = tune_module.DEFAULT_SCHEMES,
+    tokens: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Rows of a call, with commas between them; default: from 1 to thousands."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of: {', '.join(tune_module.DTYPES)}.")] = "bf16",
+    ranks: Annotated[
+        int, typer.Option(help="1: the kernel without a collective; 2 to 8: the one-shot kernel between so many GPUs.")
+    ] = 1,
+    show: Annotated[bool, typer.Option("--show", help="Only print what was found before, and where it lies.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Only remove what was found before.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks, and what ranks and libraries write.")
+    ] = False,
+) -> None:
+    """Time the kernels' launch choices on this machine's GPUs, and use the fastest from then on."""
+    with _answers(debug):
+        tune_module.run_tune(
+            hidden=hidden,
+            scheme=scheme,
+            tokens=tokens,
+            dtype=dtype,
+            ranks=ranks,
+            show=show,
+            clear=clear,
+            debug=debug,
+        )
 
 
 @contextlib.contextmanager

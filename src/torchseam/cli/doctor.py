@@ -67,10 +67,32 @@ def findings() -> list[Finding]:
     models = cache_dir() / "models"
     converted = sorted(p.name for p in models.glob("[!.]*")) if models.is_dir() else []
     found.append(Finding("converted models", ", ".join(converted) or None, str(models)))
+    found.append(_tuned())
     for name in BACKENDS:
         why = select.missing(name)
         found.append(Finding(f"backend {name}", None if why else "usable", why or _BACKEND_NOTES[name]))
     return found
+
+
+def _tuned() -> Finding:
+    """Whether launches are tuned here, and by which file."""
+    from torchseam.kernels import tuned_file
+
+    name, folder = "tuned launches", tuned_file.folder()
+    if not tuned_file.in_use():
+        return Finding(name, None, "launches are as shipped: TORCHSEAM_TUNED=0")
+    if not gpus():
+        return Finding(name, None, f"torchseam tune, which needs a CUDA GPU; they would be in {folder}")
+    try:
+        machine = tuned_file.machine_of(0)
+        path = tuned_file.path_of(machine)
+        table = tuned_file.read_for(machine)
+    except (ImportError, OSError, tuned_file.Unreadable) as error:
+        return Finding(name, None, f"launches are as shipped: a file in {folder} is ignored: {error}")
+    if not table.rows:
+        others = "; what is there is of other versions or GPUs" if tuned_file.files() else ""
+        return Finding(name, None, f"torchseam tune; nothing for this machine in {folder}{others}")
+    return Finding(name, f"in use, {len(table.rows)} shapes", str(path))
 
 
 def _version(distribution: str, module: str | None = None) -> str | None:

@@ -21,6 +21,7 @@ from triton import knobs
 
 from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
+from torchseam.kernels import tuned_file
 from torchseam.kernels.calls import Call, run_seam
 from torchseam.kernels.epilogue import ABSENT, epilogue
 from torchseam.kernels.launch import MAX_HIDDEN, Launch
@@ -176,7 +177,8 @@ def run(seam: Seam, operands: Operands, *, launch: Launch | None = None) -> list
     """`reference.run` of a seam that reduces nothing, by one launch, in the bits that DESIGN section 4 says.
 
     Operands as `torchseam.ops.seam` validated them: any leading dims and strides. A seam with several
-    quantisers takes one launch more for each after the first. `launch` overrides the choice by H.
+    quantisers takes one launch more for each after the first. `launch` overrides the tuned choice, or else
+    that by H.
     """
 
     def launch_first(call: Call) -> None:
@@ -229,7 +231,7 @@ def _launch(
         scale = fp8.one_float32("the scale", scale, x)
     residual_rows = None if residual is None else as_rows(residual)
     codes, scales = (*map(as_stored, quantized), None, None)[:2]
-    choice = launch or launches.choose(hidden)
+    choice = launch or tuned_file.local_launch(x.get_device(), tokens, hidden, x.dtype, quant.scheme if quant else None)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         local_kernel[(grid(tokens, quant, scales),)](
             rows,

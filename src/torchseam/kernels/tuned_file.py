@@ -1,0 +1,237 @@
+"""The file that keeps the tuned launches of a machine (tuned.py): where it is, what it must hold, who reads it.
+
+One file a machine, GPU, torch, Triton and version of the kernels, in `cache_dir()/tuned`. A process reads it once.
+What cannot be read counts as no table, with one warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchseam.config import TUNED_VARIABLE, cache_dir
+from torchseam.kernels.launch import Launch, OneShot, choose
+from torchseam.kernels.tuned import DTYPES, LOCAL, ONE_SHOT, Choice, Chooser, Row, Shape, Table, is_legal
+from torchseam.seam import SCHEMES
+
+_log = logging.getLogger(__name__)
+
+#: Goes up when what is in a file changes; files of another number are not read.
+SCHEMA = 1
+_LAUNCHES: dict[str, type[Launch] | type[OneShot]] = {LOCAL: Launch, ONE_SHOT: OneShot}
+#: Of the device that tensors on the CPU have.
+_NO_DEVICE = -1
+
+
+class Unreadable(ValueError):
+    """A file that holds no table for whom it is asked, and why."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a table is valid for. kernels: `kernels_digest()`."""
+
+    gpu: str
+    multiprocessors: int
+    torch: str
+    triton: str
+    kernels: str
+
+
+def machine_of(device: int) -> Machine:
+    """That of a CUDA device."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(
+        properties.name, properties.multi_processor_count, torch.__version__, triton.__version__, kernels_digest()
+    )
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """Of the sources of the kernels and of the shipped launch choices: all of this folder."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def folder() -> Path:
+    """Where the files are."""
+    return cache_dir() / "tuned"
+
+
+def path_of(machine: Machine) -> Path:
+    """The file of a machine."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", machine.gpu).strip("-")[:50]
+    digest = hashlib.sha256(json.dumps(asdict(machine), sort_keys=True).encode()).hexdigest()[:12]
+    return folder() / f"{name}-{digest}.json"
+
+
+def files() -> list[Path]:
+    """Every file in the folder, of this machine and of others."""
+    return sorted(folder().glob("*.json"))
+
+
+def clear() -> list[Path]:
+    """Remove every file, and return which there were. Raises ValueError where one cannot be removed."""
+    removed = files()
+    for path in removed:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be removed: {error}") from error
+    return removed
+
+
+def in_use() -> bool:
+    """Whether tables are looked at: not with TORCHSEAM_TUNED=0."""
+    return os.environ.get(TUNED_VARIABLE, "").strip() != "0"
+
+
+def read(path: Path) -> tuple[Machine, Table]:
+    """What a file holds. Raises `Unreadable` with the reason, or OSError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"it is not JSON ({error})") from error
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise Unreadable(f"its schema is {schema!r}; this version reads {SCHEMA}")
+    try:
+        machine = Machine(**content["machine"])
+        rows = tuple(_row(row, machine) for row in content["rows"])
+    except Unreadable:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"what is in it is not as it should be ({type(error).__name__}: {error})") from error
+    return machine, Table().with_rows(rows)
+
+
+def _row(content: dict[str, Any], machine: Machine) -> Row:
+    shape = Shape(**{field.name: content[field.name] for field in dataclasses.fields(Shape)})
+    numbers = (shape.world_size, shape.hidden, shape.tokens)
+    if any(type(number) is not int or number < 1 for number in numbers):
+        raise Unreadable(f"world_size, hidden and tokens are {numbers}; they must be positive integers")
+    if shape.kernel not in _LAUNCHES or shape.scheme not in SCHEMES or shape.dtype not in DTYPES:
+        raise Unreadable(f"it has a row for {shape.kernel!r}, {shape.scheme!r}, {shape.dtype!r}, which are not known")
+    times = float(content["microseconds"]), float(content["shipped_microseconds"])
+    given = content["launch"]
+    launch: Choice | None = None
+    if given is not None:
+        launch = _LAUNCHES[shape.kernel](**given)
+        for field in dataclasses.fields(launch):
+            if type(getattr(launch, field.name)) is not (bool if field.name == "launch_pdl" else int):
+                raise Unreadable(f"{field.name} of a launch is {getattr(launch, field.name)!r}")
+        if not is_legal(
+            launch, shape.tokens, shape.hidden, shape.itemsize, shape.quant.multiple_of, machine.multiprocessors
+        ):
+            raise Unreadable(f"{launch} cannot be launched for {shape}")
+    return Row(shape, launch, *times)
+
+
+def read_for(machine: Machine) -> Table:
+    """The table of a machine, without rows where it has no file. Raises `Unreadable` or OSError."""
+    path = path_of(machine)
+    if not path.exists():
+        return Table()
+    owner, table = read(path)
+    if owner != machine:
+        raise Unreadable(f"it was made for {owner}")
+    return table
+
+
+def write(machine: Machine, rows: Iterable[Row]) -> Path:
+    """Add rows to a machine's file, or replace those of the same shapes; at once, so that nobody reads half of it.
+
+    Raises ValueError where the folder cannot be written.
+    """
+    path = path_of(machine)
+    try:
+        before = read_for(machine)
+    except (Unreadable, OSError):
+        before = Table()
+    content = {
+        "schema": SCHEMA,
+        "machine": asdict(machine),
+        "rows": [
+            {
+                **asdict(row.shape),
+                "launch": None if row.launch is None else asdict(row.launch),
+                "microseconds": row.microseconds,
+                "shipped_microseconds": row.shipped_microseconds,
+            }
+            for row in before.with_rows(rows).rows
+        ],
+    }
+    draft: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".draft", delete=False
+        ) as file:
+            draft = Path(file.name)
+            json.dump(content, file, indent=1)
+        os.replace(draft, path)
+    except OSError as error:
+        if draft is not None:
+            draft.unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written ({error}); name another folder in TORCHSEAM_CACHE") from error
+    return path
+
+
+# ---- what runs ask ----------------------------------------------------------------------------
+
+
+@functools.cache
+def load(device: int) -> Table:
+    """The table that this process uses on a CUDA device: read once, whatever the file becomes."""
+    if device == _NO_DEVICE or not in_use() or not folder().is_dir():
+        return Table()
+    path: Path = folder()
+    try:
+        machine = machine_of(device)
+        path = path_of(machine)
+        return read_for(machine)
+    except Exception as error:  # launches as shipped are right everywhere: no reason to fail
+        why = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+        _log.warning("%s is ignored: %s; launches are as shipped until `torchseam tune` writes it anew", path, why)
+        return Table()
+
+
+@functools.cache
+def _local_chooser(device: int) -> Chooser | None:
+    table = load(device)
+    return (
+        table.chooser(LOCAL, 1, torch.cuda.get_device_properties(device).multi_processor_count) if table.rows else None
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def local_launch(device: int, tokens: int, hidden: int, dtype: torch.dtype, scheme: str | None) -> Launch:
+    """The launch of the local kernel for T rows of H elements on a device: tuned, else `launch.choose`.
+
+    `scheme` None: no quantiser, never tuned. `device` -1: not a GPU.
+    """
+    chooser = _local_chooser(device)
+    found = chooser(tokens, hidden, dtype, scheme, 1) if chooser and scheme else None
+    return found if isinstance(found, Launch) else choose(hidden)
+
+
+def forget() -> None:
+    """Read the file again when it is next asked for."""
+    for remembered in (load, _local_chooser, local_launch):
+        remembered.cache_clear()
