@@ -120,7 +120,7 @@ def compare(shapes: list[Shape], peers: Peers | None, budget: Budget, add: Calla
             implementations += [("inductor", peers.inductor(quant)), ("unfused", peers.unfused(quant))]
         limit = bytes_moved(seam, sets[0]) / bandwidth * 1e6
         rows = [
-            (scheme, hidden, tokens, name, round(timed(call, sets), 2), round(limit, 2))
+            (scheme, hidden, tokens, name, round(timed(call, sets), 2), round(limit, 4))
             for name, call in implementations
         ]
         for row in rows:
@@ -133,7 +133,7 @@ def variants_of(seam: Seam, sets: list[Operands]) -> Iterator[tuple[str, Seam, l
     weight = sets[0].weight
     assert weight is not None
     wide, inner = weight.float(), torch.rand_like(weight)
-    yield "torchseam", seam, sets
+    yield "torchseam (plain)", seam, sets
     yield "torchseam (fp32 weight)", seam, [dataclasses.replace(o, weight=wide) for o in sets]
     yield "torchseam (Gemma offset)", dataclasses.replace(seam, norm=Norm(EPS, offset=1)), sets
     sandwich = dataclasses.replace(seam, inner_norm=Norm(EPS))
@@ -150,10 +150,10 @@ def variants(shapes: list[Shape], budget: Budget, add: Callable[..., None]) -> N
         for name, seam, sets in variants_of(seam_of(quant), operand_sets(quant, hidden, tokens)):
             us = timed(lambda o, s=seam: local.run(s, o), sets)  # type: ignore[misc]
             moved.append(bytes_moved(seam, sets[0]))
-            rows.append((scheme, hidden, tokens, name, round(us, 2), round(moved[-1] / bandwidth * 1e6, 2)))
+            rows.append((scheme, hidden, tokens, name, round(us, 2), round(moved[-1] / bandwidth * 1e6, 4)))
         for row, size in zip(rows, moved, strict=True):
             add(*row)
-            added = f"{row[4] - rows[0][4]:+.2f} us with {size - moved[0]:+d} bytes ({row[5] - rows[0][5]:+.2f} us)"
+            added = f"{row[4] - rows[0][4]:+.2f} us with {size - moved[0]:+d} bytes ({row[5] - rows[0][5]:+.4f} us)"
             print(",".join(map(str, row)), added, flush=True)
 
 
