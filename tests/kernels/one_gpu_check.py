@@ -58,11 +58,40 @@ def make_channels(buffers: list[Tensor]) -> list[channel.Channel]:
     ]
 
 
+def make_buffers() -> list[Tensor]:
+    size = channel.buffer_bytes(RANKS, SLOT_BYTES)
+    return [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(RANKS)]
+
+
+def fits(quant: Quant, hidden: int, launch: OneShot) -> bool:
+    """Whether the parts of a row are whole groups."""
+    return not quant.multiple_of or hidden // launch.parts % quant.multiple_of == 0
+
+
+def case_of(quant: Quant, hidden: int, tokens: int) -> tuple[Seam, list[Operands], list[Tensor]]:
+    """(seam, each rank's operands, the outputs of the local kernel for the sum)."""
+    inner = Norm(1e-6, "before_cast", 1) if quant.scheme == "fp8_token" else None
+    alone = Seam(Norm(1e-6), None, inner, True, (quant,), ("residual", "norm"))
+    generator = torch.Generator(device="cuda").manual_seed(tokens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).bfloat16()
+
+    terms = [random(tokens, hidden) for _ in range(RANKS)]
+    scale = torch.tensor([0.01 if quant.scheme == "fp8_static" else 600.0], device="cuda")
+    shared = Operands(
+        (terms[0].float() + terms[1].float()).bfloat16(),
+        random(tokens, hidden),
+        random(hidden) if inner else None,
+        random(hidden),
+        (scale,) if quant.takes_scale else (),
+    )
+    given = [dataclasses.replace(shared, x=term) for term in terms]
+    return dataclasses.replace(alone, reduce=Reduce("one GPU")), given, local.run(alone, shared)
+
+
 def main() -> int:
-    buffers = [
-        torch.full((channel.buffer_bytes(RANKS, SLOT_BYTES),), 0xFF, dtype=torch.uint8, device="cuda")
-        for _ in range(RANKS)
-    ]
+    buffers = make_buffers()
     channels = make_channels(buffers)
     streams = [torch.cuda.Stream() for _ in range(RANKS)]
     # Seconds in 32 bits of nanoseconds: a longer one would be another variant of the kernel.
@@ -72,28 +101,10 @@ def main() -> int:
     compared, broken = 0, []
     for quant in QUANTS:
         for hidden, launch, all_tokens in SHAPES:
-            if quant.multiple_of and hidden // launch.parts % quant.multiple_of:
+            if not fits(quant, hidden, launch):
                 continue
-            inner = Norm(1e-6, "before_cast", 1) if quant.scheme == "fp8_token" else None
-            alone = Seam(Norm(1e-6), None, inner, True, (quant,), ("residual", "norm"))
-            seam = dataclasses.replace(alone, reduce=Reduce("one GPU"))
             for tokens in all_tokens:
-                generator = torch.Generator(device="cuda").manual_seed(tokens)
-
-                def random(*shape: int, generator: torch.Generator = generator) -> Tensor:
-                    return torch.randn(shape, device="cuda", generator=generator).bfloat16()
-
-                terms = [random(tokens, hidden) for _ in range(RANKS)]
-                scale = torch.tensor([0.01 if quant.scheme == "fp8_static" else 600.0], device="cuda")
-                shared = Operands(
-                    (terms[0].float() + terms[1].float()).bfloat16(),
-                    random(tokens, hidden),
-                    random(hidden) if inner else None,
-                    random(hidden),
-                    (scale,) if quant.takes_scale else (),
-                )
-                expected = local.run(alone, shared)
-                given = [dataclasses.replace(shared, x=term) for term in terms]
+                seam, given, expected = case_of(quant, hidden, tokens)
                 if (quant, hidden, launch) not in loaded:
                     # A kernel cannot be loaded while another one waits for it: load both, each giving up alone.
                     loaded.add((quant, hidden, launch))
