@@ -20,13 +20,13 @@ CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format wheel clean
+.PHONY: help demo test test-gpu lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## show this
 	@echo 'make TARGET [ARGS="..."] [PYTHON=python3] [TORCH=$(TORCH)]'
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 	    printf '  %-8s %s\n' "$$name" "$$text"; done
 	@echo
 	@echo '  ARGS     goes to the command: make demo ARGS="--quick --scheme nvfp4"; make test ARGS="-m \"not slow\""'
@@ -40,6 +40,9 @@ demo: $(VENV)/ready-demo-$(KEY) ## run Gemma 3 270M, tensor-parallel and quantis
 
 test: $(VENV)/ready-dev-$(KEY) ## run all tests, the slow ones too
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-gpu: $(VENV)/ready-dev-$(KEY) ## run what needs CUDA GPUs (TORCH names a CUDA build)
+	$(BIN)/python tests/gpu.py $(ARGS)
 
 lint: $(VENV)/ready-dev-$(KEY) ## check style, format and types
 	$(BIN)/ruff check .
