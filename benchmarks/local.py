@@ -189,7 +189,10 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--launches", action="store_true")
     parser.add_argument(
-        "--processes", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)), help="that compile peers ahead"
+        "--processes",
+        type=int,
+        default=max(1, min(14, (os.cpu_count() or 1) - 2)),
+        help="that compile peers ahead; 0: none",
     )
     given = parser.parse_args()
     budget = Budget(given.budget)
@@ -206,8 +209,10 @@ def main() -> None:
         if given.no_peers:
             compare(shapes, None, budget, add)
             return
-        compiled, failed = compile_ahead(shapes, given.processes, given.budget and given.budget * COMPILING)
-        print(f"compiled {compiled} of {len(shapes)} ahead, {failed} failed, {budget.spent():.0f} s", file=sys.stderr)
+        if given.processes:
+            compiled, failed = compile_ahead(shapes, given.processes, given.budget and given.budget * COMPILING)
+            told = f"compiled {compiled} of {len(shapes)} ahead, {failed} failed, {budget.spent():.0f} s"
+            print(told, file=sys.stderr)
         compare(shapes, Peers(), budget, add)
 
 

@@ -100,3 +100,5 @@ def _compile(shape: Shape, with_norm: bool) -> None:
     peers._quantize(normed, quant, *operands.scales)
     torch.cuda.synchronize()
     peers.forget()
+    # The processes share the GPU's memory: what one has cached, another cannot have.
+    torch.cuda.empty_cache()
