@@ -7,6 +7,8 @@ OMP_NUM_THREADS ?= 1
 PINNED_TORCH := $(shell sed -n 's/^torch==[^ ;]*/&/p' constraints-dev.txt)
 TORCH ?= $(PINNED_TORCH)
 ARGS ?=
+# Processes that tests are dealt to, a file at a time; 0: none but this one.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,16 +20,17 @@ CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format wheel clean
+.PHONY: help demo test test-gpu lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## show this
 	@echo 'make TARGET [ARGS="..."] [PYTHON=python3] [TORCH=$(TORCH)]'
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 	    printf '  %-8s %s\n' "$$name" "$$text"; done
 	@echo
 	@echo '  ARGS     goes to the command: make demo ARGS="--quick --scheme nvfp4"; make test ARGS="-m \"not slow\""'
+	@echo '  WORKERS  processes that tests are dealt to (2); 0 where a debugger wants the terminal'
 	@echo '  PYTHON   the interpreter that makes .venv (>= 3.10)'
 	@echo '  TORCH    another torch than the pinned one, say a CUDA build: export TORCH="torch==2.14.1";'
 	@echo '           keep it exported, or the next make goes back to the pin'
@@ -36,7 +39,10 @@ demo: $(VENV)/ready-demo-$(KEY) ## run Gemma 3 270M, tensor-parallel and quantis
 	$(BIN)/torchseam demo $(ARGS)
 
 test: $(VENV)/ready-dev-$(KEY) ## run all tests, the slow ones too
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-gpu: $(VENV)/ready-dev-$(KEY) ## run what needs CUDA GPUs (TORCH names a CUDA build)
+	$(BIN)/python tests/gpu.py $(ARGS)
 
 lint: $(VENV)/ready-dev-$(KEY) ## check style, format and types
 	$(BIN)/ruff check .

@@ -31,10 +31,12 @@ SCHEMES = {q.scheme: q for q in (Quant("fp8_static"), Quant("fp8_token"), Quant(
 
 
 @contextmanager
-def results(file: Path | None, world_size: int, commit: str | None) -> Iterator[Callable[..., None]]:
-    """What appends a row (the columns from `scheme` on) to a CSV file, which has it at once; None: nothing is written.
+def results(
+    file: Path | None, world_size: int, commit: str | None, append: bool = False
+) -> Iterator[Callable[..., None]]:
+    """What adds a row (the columns from `scheme` on) to a CSV file, which has it at once; None: nothing is written.
 
-    `commit`: what was measured, where git cannot tell.
+    `commit`: what was measured, where git cannot tell. `append`: the file keeps the rows that it has.
     """
     if file is None:
         yield lambda *row: None
@@ -51,9 +53,11 @@ def results(file: Path | None, world_size: int, commit: str | None) -> Iterator[
         commit or said,
         f"PYTHONPATH=src {launcher} {' '.join(sys.argv)}",
     )
-    with file.open("w", newline="") as opened:
+    has_rows = append and file.exists()
+    with file.open("a" if append else "w", newline="") as opened:
         writer = csv.writer(opened)
-        writer.writerow(COLUMNS)
+        if not has_rows:
+            writer.writerow(COLUMNS)
 
         def add(*row: object) -> None:
             writer.writerow((*fixed, *row))

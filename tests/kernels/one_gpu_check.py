@@ -47,11 +47,13 @@ class Ranks:
         self._mailbox = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         # Both in 32 bits of nanoseconds: more would be another variant of the kernel.
         self._watch = Watch(2.0, self._mailbox.data_ptr(), trap=False)
-        self._alone = dataclasses.replace(self._watch, timeout=0.0002)
+        #: For a rank that runs while no other does, and so gives up.
+        self.alone = dataclasses.replace(self._watch, timeout=0.0002)
         self._loaded: set[str] = set()
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Channels as at first."""
         for buffer in self.buffers:
             buffer.fill_(0xFF)
         self._mailbox.zero_()
@@ -78,9 +80,9 @@ class Ranks:
         if kernel not in self._loaded:
             self._loaded.add(kernel)
             for rank in range(self.world_size):
-                self.run(call, rank, self._alone)
+                self.run(call, rank, self.alone)
                 torch.cuda.synchronize()
-            self._reset()
+            self.reset()
 
     def run(self, call: Call, rank: int, watch: Watch | None = None) -> list[Tensor]:
         """The rank's part of the call, on the current stream."""
@@ -97,7 +99,7 @@ class Ranks:
             if count := int((buffer != 0xFF).sum()):
                 broken.append(f"{count} bytes are left in the buffer of rank {rank}")
         if broken:
-            self._reset()
+            self.reset()
         return [f"W={self.world_size}: {text}" for text in broken]
 
 
