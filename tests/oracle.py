@@ -232,6 +232,8 @@ def read_scales(scales: Tensor, quant: Quant, lead: tuple[int, ...], hidden: int
         "ue8m0": torch.float8_e8m0fnu,
         "float8_e4m3fn": E4M3,
     }[quant.scale_dtype]
+    if quant.scale_layout == "tma_aligned_packed":
+        return _read_packed(scales, tokens, columns)
     assert scales.dtype == dtype
     if quant.scale_layout in ("row_major", "linear"):
         assert scales.is_contiguous() and tuple(scales.shape) == (*lead, columns)
@@ -250,6 +252,21 @@ def read_scales(scales: Tensor, quant: Quant, lead: tuple[int, ...], hidden: int
     column = -(-tokens // alignment) * alignment
     assert tuple(scales.shape) == (tokens, columns) and scales.stride() == (1, column)
     return _decode(scales)
+
+
+def _read_packed(scales: Tensor, tokens: int, columns: int) -> Tensor:
+    """The byte of group k of token m is byte k % 4 of word k // 4 * ceil4(T) + m; all other bytes are 0."""
+    words, column = -(-columns // 4), -(-tokens // 4) * 4
+    assert scales.dtype == torch.int32
+    assert tuple(scales.shape) == (tokens, words) and scales.stride() == (1, column)
+    every = torch.empty(0, dtype=torch.uint8).set_(scales.untyped_storage())
+    assert every.numel() == 4 * words * column
+    m, k = torch.arange(tokens)[:, None], torch.arange(columns)[None, :]
+    at = (k // 4 * column + m) * 4 + k % 4
+    padding = torch.ones(every.numel(), dtype=torch.bool)
+    padding[at.flatten()] = False
+    assert not every[padding].any(), "padding is not 0"
+    return _decode(every[at].view(torch.float8_e8m0fnu))
 
 
 def _decode(scales: Tensor) -> Tensor:

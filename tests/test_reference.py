@@ -124,7 +124,7 @@ def is_torchs_own(norm: Norm) -> bool:
 @pytest.mark.parametrize("stretch", cases.STRETCHES, ids=str)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 def test_every_seam_against_the_oracle_and_eager(stretch):
-    """One seam with all 43 quantisers at once: their scales must reach them in order."""
+    """One seam with all 45 quantisers at once: their scales must reach them in order."""
     seam = stretch.seam(quants=cases.QUANTS)
     for hidden, tokens in itertools.product(HIDDEN, TOKENS):
         given = cases.arguments(seam, (tokens,), hidden, stretch.dtype, stretch.weight_dtype, seed=hidden + tokens)

@@ -189,7 +189,9 @@ def test_the_table_has_every_recipe_that_the_vocabulary_allows():
     for scheme in vocabulary.SCHEMES:
         sizes = len(vocabulary.FP8_GROUP_SIZES) if scheme == "fp8_group" else 1
         rules = {"fp8_static": 3, "nvfp4": 1}.get(scheme, 2)
-        expected += sizes * len(vocabulary.SCALE_DTYPES[scheme]) * len(vocabulary.SCALE_LAYOUTS[scheme]) * rules
+        layouts = [name for name in vocabulary.SCALE_LAYOUTS[scheme] if name != "tma_aligned_packed"]
+        expected += sizes * len(vocabulary.SCALE_DTYPES[scheme]) * len(layouts) * rules
+    expected += 2  # the packed layout has one dtype and one size of groups, and both rules
     assert len(set(cases.QUANTS)) == len(cases.QUANTS) == expected
     # The weight modes, and before_cast a second time with offset 1.
     assert len(cases.NORMS) == len(vocabulary.WEIGHT_MODES) + 1
@@ -258,6 +260,16 @@ def message_of(make) -> str:
             lambda: Quant("fp8_token", scale_dtype="ue8m0"),
             "scale_dtype of scheme 'fp8_token' is 'ue8m0'",
             ("'float32'",),
+        ),
+        (
+            lambda: Quant("fp8_group", scale_layout="tma_aligned_packed"),
+            "scale_dtype in tma_aligned_packed is 'float32'",
+            ("allowed: 'ue8m0'",),
+        ),
+        (
+            lambda: Quant("fp8_group", 64, "ue8m0", "tma_aligned_packed"),
+            "group_size in tma_aligned_packed is 64",
+            ("allowed: 128",),
         ),
         (
             lambda: Quant("nvfp4", scale_layout="row_major"),

@@ -25,7 +25,7 @@ _SCALE_TORCH_DTYPES = {
 def empty_quantized(y: Tensor, quant: Quant) -> list[Tensor]:
     """Uninitialised [codes] or [codes, scales] for y [..., H].
 
-    The storage of `tma_aligned` scales holds the padding of the last column too: TMA reads it.
+    The storage of TMA-aligned scales holds the padding of the last column too: TMA reads it.
     """
     *lead, hidden = y.shape
     if quant.scheme == "nvfp4":
@@ -39,9 +39,10 @@ def empty_quantized(y: Tensor, quant: Quant) -> list[Tensor]:
     tokens = y.numel() // hidden
     if quant.scale_layout == "swizzled":
         return [codes, y.new_empty(layout.swizzled_shape(tokens, columns), dtype=dtype)]
-    if quant.scale_layout in ("column_major", "tma_aligned"):
+    if quant.scale_layout in ("column_major", "tma_aligned", layout.PACKED):
         shape, strides = layout.group_scale_geometry(tokens, columns, quant.scale_dtype, quant.scale_layout)
-        storage = y.new_empty((columns, strides[1]), dtype=dtype)
+        stored = layout.stored_dtype(quant.scale_dtype, quant.scale_layout)
+        storage = y.new_empty((shape[1], strides[1]), dtype=stored)
         return [codes, storage.as_strided(shape, strides)]
     return [codes, y.new_empty((*lead, columns), dtype=dtype)]
 

@@ -45,9 +45,11 @@ SCALE_DTYPES: dict[Scheme, tuple[str, ...]] = {
 SCALE_LAYOUTS: dict[Scheme, tuple[str, ...]] = {
     "fp8_static": ("row_major",),
     "fp8_token": ("row_major",),
-    "fp8_group": ("row_major", "column_major", "tma_aligned"),
+    "fp8_group": ("row_major", "column_major", "tma_aligned", "tma_aligned_packed"),
     "nvfp4": ("swizzled", "linear"),
 }
+#: What `tma_aligned_packed` packs, as DeepGEMM takes it and vLLM's op makes it.
+PACKED_SCALE_DTYPE, PACKED_GROUP_SIZE = "ue8m0", 128
 #: Smallest scale that a recipe returns (an all-zero row or group would divide by zero). Static
 #: scales and NVFP4 have no floor: the caller gives the first, a zero block of the second is 0.
 #: 1/(448*512) is what the per-token FP8 kernels of TensorRT-LLM and vLLM use; 1e-10/448 is an
@@ -163,6 +165,9 @@ class Quant:
         _choose(f"group_size {where}", self.group_size, sizes.get(self.scheme, (0,)))
         _choose(f"scale_dtype {where}", self.scale_dtype, SCALE_DTYPES[self.scheme])
         _choose(f"scale_layout {where}", self.scale_layout, SCALE_LAYOUTS[self.scheme])
+        if self.scale_layout == "tma_aligned_packed":
+            _choose(f"scale_dtype in {self.scale_layout}", self.scale_dtype, (PACKED_SCALE_DTYPE,))
+            _choose(f"group_size in {self.scale_layout}", self.group_size, (PACKED_GROUP_SIZE,))
         rules = RULES if self.scheme == "fp8_static" else ("divide", "reciprocal")
         _choose(f"rule {where}", self.rule, ("divide",) if self.scheme == "nvfp4" else rules)
         computes = self.scheme in ("fp8_token", "fp8_group")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from torchseam.formats import layout
@@ -161,8 +165,11 @@ def test_group_scale_geometry(tokens, dtype, scale_layout, strides):
         assert made.dtype == layout.GROUP_SCALE_DTYPES[dtype]
 
 
-@pytest.mark.parametrize("dtype", tuple(layout.GROUP_SCALE_DTYPES))
-@pytest.mark.parametrize("scale_layout", layout.GROUP_SCALE_LAYOUTS)
+#: Every dtype with the layouts that hold one scale an element.
+STRIDED = [(d, n) for d, names in layout.GROUP_SCALE_LAYOUTS.items() for n in names if n != layout.PACKED]
+
+
+@pytest.mark.parametrize(("dtype", "scale_layout"), STRIDED)
 @pytest.mark.parametrize("lead", [(5,), (2, 3), ()])
 def test_lay_out_keeps_every_scale(dtype, scale_layout, lead):
     stored = layout.GROUP_SCALE_DTYPES[dtype]
@@ -189,8 +196,76 @@ def test_group_scales_refuse_unknown_names():
         layout.group_scale_geometry(1, 1, "float16", "row_major")
     with pytest.raises(ValueError, match="'swizzled'; allowed: 'row_major'"):
         layout.group_scale_geometry(1, 1, "float32", "swizzled")
+    with pytest.raises(ValueError, match="of ue8m0_float32 scales is 'tma_aligned_packed'; allowed: 'row_major'"):
+        layout.group_scale_geometry(1, 1, "ue8m0_float32", layout.PACKED)
     with pytest.raises(ValueError, match=r"stored as torch\.float8_e8m0fnu"):
         layout.lay_out_group_scales(torch.ones(2, 2), "ue8m0", "row_major")
+
+
+# --- packed: four bytes a word -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "shape", "strides"),
+    [
+        (1, 1, (1, 1), (1, 4)),
+        (4, 4, (4, 1), (1, 4)),
+        (5, 5, (5, 2), (1, 8)),
+        (3, 7, (3, 2), (1, 4)),
+        (8, 8, (8, 2), (1, 8)),
+        (129, 56, (129, 14), (1, 132)),
+        (0, 5, (0, 2), (1, 0)),
+    ],
+)
+def test_packed_geometry_is_that_of_vllm_and_flashinfer(tokens, groups, shape, strides):
+    """k_num_packed = (groups + 3) // 4 and tma_aligned_mn = (tokens + 3) // 4 * 4, in both."""
+    assert layout.group_scale_geometry(tokens, groups, "ue8m0", layout.PACKED) == (shape, strides)
+    made = layout.empty_group_scales(tokens, groups, "ue8m0", layout.PACKED)
+    assert (tuple(made.shape), made.stride(), made.dtype) == (shape, strides, torch.int32)
+    assert made.untyped_storage().nbytes() == 4 * shape[1] * strides[1]
+
+
+@given(tokens=st.integers(0, 9), groups=st.integers(1, 13), seed=st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_packed_bytes_lie_where_the_kernels_of_the_field_put_them(tokens, groups, seed):
+    """As vLLM and FlashInfer index them: byte k % 4 of the word at (k // 4) * tma_aligned_mn + token; 0 elsewhere."""
+    codes = torch.randint(0, 256, (tokens, groups), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    packed = layout.lay_out_group_scales(codes.view(torch.float8_e8m0fnu), "ue8m0", layout.PACKED)
+    aligned = (tokens + 3) // 4 * 4
+    expected = torch.zeros((groups + 3) // 4 * aligned * 4, dtype=torch.uint8)
+    for token, k in itertools.product(range(tokens), range(groups)):
+        expected[(k // 4 * aligned + token) * 4 + k % 4] = codes[token, k]
+    every = torch.empty(0, dtype=torch.uint8).set_(packed.untyped_storage())
+    assert torch.equal(every, expected)
+    back = layout.unpack_group_scales(packed, groups)
+    assert back.is_contiguous() and torch.equal(back.view(torch.uint8), codes)
+
+
+def test_the_first_group_of_a_word_is_its_lowest_byte():
+    codes = torch.tensor([[1, 2, 3, 4, 254]], dtype=torch.uint8)
+    packed = layout.lay_out_group_scales(codes.view(torch.float8_e8m0fnu), "ue8m0", layout.PACKED)
+    assert packed.tolist() == [[0x04030201, 254]]
+
+
+def test_other_tensors_are_not_unpacked():
+    for packed, groups in (
+        (torch.zeros(2, 2, dtype=torch.int32), 9),
+        (torch.zeros(2, 2, dtype=torch.int32), 4),
+        (torch.zeros(2, dtype=torch.int32), 5),
+        (torch.zeros(2, 2), 5),
+    ):
+        with pytest.raises(ValueError, match=r"groups a row are int32 \[T, "):
+            layout.unpack_group_scales(packed, groups)
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 1), (4, 5), (5, 5), (7, 9), (0, 3)])
+def test_what_flashinfer_leaves_of_packed_scales_is_zeroed(tokens, groups):
+    packed = layout.empty_group_scales(tokens, groups, "ue8m0", layout.PACKED)
+    every = torch.empty(0, dtype=torch.int32).set_(packed.untyped_storage())
+    every.fill_(0x7F7F7F7F)
+    layout.zero_past_last_word(packed)
+    words = tokens + ((groups + 3) // 4 - 1) * packed.stride(1)  # all that the kernel writes
+    assert not every[max(words, 0) :].any() and (every[: max(words, 0)] == 0x7F7F7F7F).all()
 
 
 def test_geometry_takes_symbolic_sizes():
@@ -202,8 +277,8 @@ def test_geometry_takes_symbolic_sizes():
     tokens = x.shape[0]
     assert isinstance(tokens, torch.SymInt)
     with mode:
-        for dtype in layout.GROUP_SCALE_DTYPES:
-            for name in layout.GROUP_SCALE_LAYOUTS:
+        for dtype, names in layout.GROUP_SCALE_LAYOUTS.items():
+            for name in names:
                 made = layout.empty_group_scales(tokens, 8, dtype, name, "cpu")
                 assert isinstance(made.shape[0], torch.SymInt)
         swizzled = layout.swizzle(x.to(torch.float8_e4m3fn))

@@ -14,6 +14,7 @@ INTERPRETED = (
     "test_kernel_casts.py",
     "test_kernel_exchange.py",
     "test_kernel_local.py",
+    "test_kernel_stores.py",
     "test_kernel_tuning.py",
     "test_one_shot.py",
     "test_two_shot.py",

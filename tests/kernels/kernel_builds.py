@@ -43,6 +43,7 @@ def build(
         "NATIVE": local.native_level(divmod(target.arch, 10)) if target.backend == "cuda" else 0,
     }
     one_byte_scales = quant is not None and quant.scale_dtype in ("ue8m0", "float8_e4m3fn")
+    packed = quant is not None and quant.scale_layout == "tma_aligned_packed"
     types = {
         "x_ptr": f"*{x}",
         "residual_ptr": f"*{x}",
@@ -52,7 +53,7 @@ def build(
         "residual_out_ptr": f"*{x}",
         "norm_out_ptr": f"*{'fp32' if seam.norm.weight == 'after_cast' and w != x else x}",
         "codes_ptr": "*u8",
-        "scales_ptr": "*u8" if one_byte_scales else "*fp32",
+        "scales_ptr": "*i32" if packed else "*u8" if one_byte_scales else "*fp32",
         "tokens": "i32",
         "x_stride": "i32",
         "residual_stride": "i32",

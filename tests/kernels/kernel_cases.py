@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchseam import reference
+from torchseam.formats.layout import GROUP_SCALE_LAYOUTS
 from torchseam.kernels import calls, local
 from torchseam.operands import Operands
 from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS, SCALE_ROUNDINGS, SCALE_RULES, Norm, Quant, Seam
@@ -82,9 +83,9 @@ def quantizers() -> list[Quant]:
     for scheme, dtypes in SCALE_DTYPES.items():
         sizes = (128, 64) if scheme == "fp8_group" else (None,)
         for size, dtype, layout, rule in itertools.product(sizes, dtypes, SCALE_LAYOUTS[scheme], RULES):
-            with contextlib.suppress(ValueError):  # a rule that the scheme has not
+            with contextlib.suppress(ValueError):  # a rule that the scheme has not, a dtype that the layout has not
                 found.append(Quant(scheme, size, dtype, layout, rule))
-    sizes, layouts = itertools.cycle((128, 64)), itertools.cycle(SCALE_LAYOUTS["fp8_group"])
+    sizes, layouts = itertools.cycle((128, 64)), itertools.cycle(GROUP_SCALE_LAYOUTS["float32"])
     for how in itertools.product(("divide", "reciprocal"), SCALE_RULES, SCALE_ROUNDINGS):
         if how[1:] == ("divide", "none"):  # those are above
             continue
@@ -259,6 +260,7 @@ PADDED_QUANTIZERS = (
     Quant("nvfp4"),
     Quant("fp8_group", scale_dtype="float32", scale_layout="tma_aligned"),
     Quant("fp8_group", scale_dtype="ue8m0", scale_layout="tma_aligned"),
+    Quant("fp8_group", scale_dtype="ue8m0", scale_layout="tma_aligned_packed"),
 )
 
 

@@ -36,6 +36,7 @@ QUANTS = (
     Quant("fp8_group", 128, "float32", "column_major"),
     Quant("nvfp4"),
     Quant("nvfp4", scale_layout="linear"),
+    Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed"),
 )
 
 

@@ -24,6 +24,14 @@ BUILDS = {
     "token-w8": (Quant("fp8_token"), 8192, torch.bfloat16, 8, 4096, ("residual",)),
     "group-w4": (Quant("fp8_group"), 4096, torch.bfloat16, 4, 4096, ("residual",)),
     "ue8m0-w3": (Quant("fp8_group", 64, "ue8m0", "tma_aligned"), 2880, torch.float16, 3, 4096, ("residual", "norm")),
+    "packed-w2": (
+        Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed"),
+        2944,
+        torch.bfloat16,
+        2,
+        4096,
+        ("residual",),
+    ),
     "nvfp4-w4": (Quant("nvfp4"), 8192, torch.bfloat16, 4, 4096, ("residual",)),
     "nvfp4-fp32-w2": (Quant("nvfp4"), 640, torch.float32, 2, 64, ("reduced", "residual", "norm")),
 }
@@ -66,7 +74,7 @@ def test_two_shot_builds_without_spills_and_gives_each_packet_one_thread(name, a
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("name", ["static-w2", "group-w4", "ue8m0-w3"])
+@pytest.mark.parametrize("name", ["static-w2", "group-w4", "ue8m0-w3", "packed-w2"])
 def test_one_shot_builds_without_spills_and_gives_each_packet_one_thread(name, arch):
     check(build(one_shot, "one_shot_kernel", *case(name), arch), name)
 

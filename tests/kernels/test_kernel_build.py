@@ -34,6 +34,12 @@ SEAMS = {
         quants=(Quant("fp8_group", 64, "ue8m0", "tma_aligned"),),
         outputs=("norm",),
     ),
+    "packed-2944-bf16-bf16": Seam(
+        Norm(1e-6),
+        residual=True,
+        quants=(Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed"),),
+        outputs=("residual",),
+    ),
     "nvfp4-5120-bf16-bf16": Seam(Norm(1e-6), residual=True, quants=(Quant("nvfp4"),), outputs=("residual",)),
     "nvfp4-464-fp32-fp32": Seam(Norm(1e-6, "none"), quants=(Quant("nvfp4", scale_layout="linear"),)),
     "norm-32768-bf16-bf16": Seam(Norm(1e-6), residual=True, outputs=("residual", "norm")),

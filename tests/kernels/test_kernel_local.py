@@ -77,6 +77,17 @@ def test_swizzled_columns_are_padded_with_zeros(hidden, poisoned):
         assert torch.equal(storage(got), storage(wanted))
 
 
+@pytest.mark.parametrize("hidden", [128, 256, 384, 512, 640, 1024])
+def test_packed_words_are_filled_with_zeros_past_the_last_group_and_token(hidden, poisoned):
+    """From one group in a word to four, in programs with fewer lanes than a word has bytes too."""
+    quant = Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed")
+    for tokens in (1, 2, 3, 4, 5):
+        y = torch.randn(tokens, hidden)
+        for got, wanted in zip(local.quantize(y, quant, None), reference.quantize(y, quant), strict=True):
+            assert same(got, wanted)
+            assert torch.equal(storage(got), storage(wanted))
+
+
 @pytest.mark.parametrize("quant", [Quant("fp8_token"), Quant("fp8_group"), Quant("nvfp4", scale_layout="linear")])
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(quant):
     seam = Seam(norm=Norm(1e-6), residual=True, quants=(quant,), outputs=ALL_OUT)

@@ -81,13 +81,12 @@ def quantize_group(
 
     Codes are float8_e4m3fn [..., H], contiguous, computed with the scale as stored. Each scale is as in
     `quantize_token`, then for `ue8m0` (float8_e8m0fnu) and `ue8m0_float32` (fp32) rounded up to a
-    power of two (`ceil_to_power_of_two`). `row_major` scales are [..., G], contiguous; `column_major`
-    and `tma_aligned` are [T, G] with T the product of the leading dims and the strides of
-    `layout.group_scale_geometry`. ValueError for an unknown name, or H no multiple of `group_size`.
+    power of two (`ceil_to_power_of_two`). `row_major` scales are [..., G], contiguous; the others have the
+    shape and strides of `layout.group_scale_geometry`, with T the product of the leading dims. ValueError for an
+    unknown name, a layout that the dtype cannot have, or H no multiple of `group_size`.
     """
     layout.require_choice("rule of quantize_group", rule, RULES[:2])
-    layout.require_choice("scale_dtype", scale_dtype, tuple(layout.GROUP_SCALE_DTYPES))
-    layout.require_choice("scale_layout", scale_layout, layout.GROUP_SCALE_LAYOUTS)
+    layout.stored_dtype(scale_dtype, scale_layout)
     groups = _group_count(y, group_size)
     values = activations_as_float32(y).unflatten(-1, (groups, group_size))
     scales = _scale_of(values, floor, scale_rule, _rounded_to(scale_rounding, y))
@@ -104,11 +103,13 @@ def dequantize(codes: Tensor, scales: Tensor, group_size: int | None = None) -> 
     """fp32 [..., H] = code * scale, for codes float8_e4m3fn [..., H].
 
     Without `group_size` the scales are static (one element, any shape) or per token (one per row:
-    [..., 1] or [T, 1]). With it they are per group, [..., G] or [T, G], of any layout or dtype.
-    ValueError when their number doesn't fit the codes.
+    [..., 1] or [T, 1]). With it they are per group, [..., G] or [T, G], of any layout or dtype (int32:
+    `tma_aligned_packed`). ValueError when their number doesn't fit the codes.
     """
     if codes.dtype != torch.float8_e4m3fn or codes.ndim == 0:
         raise ValueError(f"dequantize got {codes.dtype} codes with {codes.ndim} dims; it reads float8_e4m3fn [..., H]")
+    if group_size is not None and scales.dtype == torch.int32:
+        scales = layout.unpack_group_scales(scales, _group_count(codes, group_size))
     values, multipliers = codes.to(torch.float32), scales.to(torch.float32)
     if group_size is None and scales.numel() == 1:
         return values * multipliers.reshape(())

@@ -15,7 +15,18 @@ GROUP_SCALE_DTYPES: dict[str, torch.dtype] = {
     "ue8m0": torch.float8_e8m0fnu,
     "ue8m0_float32": torch.float32,
 }
-GROUP_SCALE_LAYOUTS = ("row_major", "column_major", "tma_aligned")
+#: Four ue8m0 bytes of neighbouring groups, the first lowest, in an int32; columns of words, TMA-aligned. What
+#: DeepGEMM reads on Blackwell (`get_mn_major_tma_aligned_packed_ue8m0_tensor`); vLLM's op
+#: `per_token_group_fp8_quant_packed` and FlashInfer's pattern `...PerTokenGroupFP8PackedQuant` have the same bytes.
+PACKED = "tma_aligned_packed"
+_STRIDED = ("row_major", "column_major", "tma_aligned")
+#: The layouts that each dtype of group scales can have.
+GROUP_SCALE_LAYOUTS: dict[str, tuple[str, ...]] = {
+    "float32": _STRIDED,
+    "ue8m0": (*_STRIDED, PACKED),
+    "ue8m0_float32": _STRIDED,
+}
+_GROUPS_OF_WORD = torch.int32.itemsize
 #: The strides of a tensor that the Tensor Memory Accelerator reads must be multiples of 16 bytes
 #: (CUDA driver API, cuTensorMapEncodeTiled, globalStrides).
 TMA_STRIDE_BYTES = 16
@@ -46,16 +57,24 @@ def group_scale_geometry(
     """Shape and strides (in elements) of the group scales of `tokens` rows, logically [T, G].
 
     Strides: `row_major` (G, 1); `column_major` (1, T); `tma_aligned` (1, T rounded up to 16 bytes:
-    to 4 elements of fp32, 16 of ue8m0). ValueError for an unknown dtype or layout.
+    to 4 elements of fp32, 16 of ue8m0). `tma_aligned_packed`: int32 words [T, ceil(G/4)], strides (1, T rounded up
+    to 4). ValueError for an unknown dtype, or a layout that it cannot have.
     """
-    require_choice("scale_dtype", scale_dtype, tuple(GROUP_SCALE_DTYPES))
-    require_choice("scale_layout", scale_layout, GROUP_SCALE_LAYOUTS)
+    dtype = stored_dtype(scale_dtype, scale_layout)
+    if scale_layout == PACKED:
+        groups = -(-groups // _GROUPS_OF_WORD)
     if scale_layout == "row_major":
         return (tokens, groups), (groups, 1)
     if scale_layout == "column_major":
         return (tokens, groups), (1, tokens)
-    aligned = _round_up(tokens, TMA_STRIDE_BYTES // GROUP_SCALE_DTYPES[scale_dtype].itemsize)
-    return (tokens, groups), (1, aligned)
+    return (tokens, groups), (1, _round_up(tokens, TMA_STRIDE_BYTES // dtype.itemsize))
+
+
+def stored_dtype(scale_dtype: str, scale_layout: str) -> torch.dtype:
+    """The dtype of the tensor that holds group scales; ValueError as `group_scale_geometry`."""
+    require_choice("scale_dtype", scale_dtype, tuple(GROUP_SCALE_DTYPES))
+    require_choice(f"scale_layout of {scale_dtype} scales", scale_layout, GROUP_SCALE_LAYOUTS[scale_dtype])
+    return torch.int32 if scale_layout == PACKED else GROUP_SCALE_DTYPES[scale_dtype]
 
 
 def empty_group_scales(
@@ -65,16 +84,16 @@ def empty_group_scales(
     scale_layout: str,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """[T, G] scales in their layout, to be filled.
+    """The scales of [T, G] groups in their layout, to be filled.
 
-    The storage of `tma_aligned` holds the padding of the last column too (TMA reads it) and starts
+    The storage of the TMA-aligned layouts holds the padding of the last column too (TMA reads it) and starts
     as zero bytes; the two other layouts have no padding and are uninitialised.
     """
     shape, strides = group_scale_geometry(tokens, groups, scale_dtype, scale_layout)
-    dtype = GROUP_SCALE_DTYPES[scale_dtype]
-    if scale_layout != "tma_aligned":
+    dtype = stored_dtype(scale_dtype, scale_layout)
+    if scale_layout not in ("tma_aligned", PACKED):
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    storage = torch.zeros((groups, strides[1]), dtype=_storage_dtype(dtype), device=device)
+    storage = torch.zeros((shape[1], strides[1]), dtype=_storage_dtype(dtype), device=device)
     return storage.view(dtype).as_strided(shape, strides)
 
 
@@ -84,10 +103,10 @@ def _storage_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def lay_out_group_scales(scales: Tensor, scale_dtype: str, scale_layout: str) -> Tensor:
-    """Row-major group scales [..., G], already in their stored dtype, put in `scale_layout`.
+    """Row-major group scales [..., G] of the dtype of `scale_dtype`, put in `scale_layout`.
 
-    `row_major` keeps the leading dims, contiguous; the two others are [T, G] with T the product of
-    the leading dims, padding zero. ValueError for an unknown name or a dtype that isn't `scale_dtype`'s.
+    `row_major` keeps the leading dims, contiguous; the others are as `group_scale_geometry` says, with T the product
+    of the leading dims, padding zero. ValueError for an unknown name or a dtype that isn't `scale_dtype`'s.
     """
     groups = scales.shape[-1]
     rows = scales.reshape(-1, groups)
@@ -98,11 +117,46 @@ def lay_out_group_scales(scales: Tensor, scale_dtype: str, scale_layout: str) ->
         raise ValueError(f"scales are {scales.dtype}; scale_dtype {scale_dtype!r} is stored as {dtype}")
     if scale_layout == "row_major":
         return scales.contiguous()
+    if scale_layout == PACKED:
+        rows, dtype = _words(rows), torch.int32
     storage_dtype = _storage_dtype(dtype)
-    storage = torch.zeros((groups, strides[1]), dtype=storage_dtype, device=scales.device)
+    storage = torch.zeros((shape[1], strides[1]), dtype=storage_dtype, device=scales.device)
     storage[:, :tokens] = rows.view(storage_dtype).t()
     # as_strided comes last: torch.compile bans writes through it. It fixes the strides of sizes 0 and 1.
     return storage.view(dtype).as_strided(shape, strides)
+
+
+def _words(rows: Tensor) -> Tensor:
+    """ue8m0 bytes [T, G] as int32 [T, ceil(G/4)], the first group of a word lowest; zeros after the last group."""
+    tokens, groups = rows.shape
+    padded = torch.zeros((tokens, _round_up(groups, _GROUPS_OF_WORD)), dtype=torch.uint8, device=rows.device)
+    padded[:, :groups] = rows.view(torch.uint8)
+    return padded.view(torch.int32)
+
+
+def unpack_group_scales(packed: Tensor, groups: int) -> Tensor:
+    """`tma_aligned_packed` scales, int32 [T, ceil(G/4)] -> float8_e8m0fnu [T, G], contiguous.
+
+    ValueError unless int32 with as many words a row as G groups have.
+    """
+    words = -(-groups // _GROUPS_OF_WORD)
+    if packed.dtype != torch.int32 or packed.ndim != 2 or packed.shape[1] != words:
+        raise ValueError(
+            f"packed scales are {packed.dtype} {tuple(packed.shape)}; {groups} groups a row are int32 [T, {words}]"
+        )
+    words_of_row = packed.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps the strides of no rows
+    return words_of_row.view(torch.uint8)[:, :groups].contiguous().view(torch.float8_e8m0fnu)
+
+
+def zero_past_last_word(packed: Tensor) -> None:
+    """Zero what the storage of `tma_aligned_packed` scales [T, C] holds past the last token of the last column.
+
+    For kernels that take the tensor to end there, as FlashInfer's does: it writes all other padding.
+    """
+    tokens, columns = packed.shape
+    padding = packed.stride(1) - tokens
+    if padding and columns:
+        packed.as_strided((padding,), (1,), (columns - 1) * packed.stride(1) + tokens).zero_()
 
 
 # --- NVFP4's swizzled block scales ---------------------------------------------------------------

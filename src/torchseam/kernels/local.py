@@ -80,7 +80,7 @@ def local_kernel(
     """Row `program_id(0)`: see `epilogue`. Programs past the last token zero the scales' padding rows."""
     row = tl.program_id(0).to(tl.int64)
     # Two conditions: the first is decided when the kernel is compiled.
-    if LAYOUT == "swizzled" or LAYOUT == "tma_aligned":  # noqa: SIM102
+    if LAYOUT == "swizzled" or LAYOUT == "tma_aligned" or LAYOUT == "tma_aligned_packed":  # noqa: SIM102
         if row >= tokens:
             store_padding_row(scales_ptr, row, column_stride, HIDDEN, BLOCK, GROUP, LAYOUT)
             return
@@ -324,6 +324,6 @@ def grid(tokens: int, quant: Quant | None, scales: Tensor | None) -> int:
         return tokens
     if quant.scale_layout == "swizzled":
         return scales.shape[0]
-    if quant.scale_layout == "tma_aligned":
+    if quant.scale_layout in ("tma_aligned", layout.PACKED):
         return scales.stride(1)
     return tokens

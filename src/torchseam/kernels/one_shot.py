@@ -271,7 +271,7 @@ def one_shot_kernel(
             for source in tl.static_range(WORLD - 1):
                 clear_packets(buffer + (source * slot_packets + offsets) * 4, sent, PTX)
 
-        if LAYOUT == "swizzled" or LAYOUT == "tma_aligned":
+        if LAYOUT == "swizzled" or LAYOUT == "tma_aligned" or LAYOUT == "tma_aligned_packed":
             for row in tl.range(tokens + program - first_reducer, padded_tokens, tl.num_programs(0) - first_reducer):
                 store_padding_row(scales_ptr, zero + row, column_stride, HIDDEN, BLOCK * PARTS, GROUP, LAYOUT)
 

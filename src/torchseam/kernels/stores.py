@@ -9,12 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def _scale_offsets(row, columns, column_stride, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
-    """Where the scales of `row` (int64) at `columns` lie, in elements (`formats.layout`)."""
+    """Where the scales of `row` (int64) at `columns` lie (`formats.layout`), in elements; packed ones, in bytes."""
     if LAYOUT == "swizzled":
         tile = (row // 128) * ((COUNT + 3) // 4) + columns // 4
         offsets = tile * 512 + (row % 32) * 16 + ((row // 32) % 4) * 4 + columns % 4
     elif LAYOUT == "column_major" or LAYOUT == "tma_aligned":
         offsets = columns.to(tl.int64) * column_stride + row
+    elif LAYOUT == "tma_aligned_packed":
+        offsets = ((columns // 4).to(tl.int64) * column_stride + row) * 4 + columns % 4
     else:
         offsets = row * COUNT + columns
     return offsets
@@ -32,10 +34,21 @@ def store_scale_row(
     LANES: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Store the scales [LANES] of a part of `row`, PART of the row's COUNT, and zeros in padding columns."""
+    """Store the scales [LANES] of a part of `row`, PART of the row's COUNT, and zeros in padding columns.
+
+    `scales_ptr` and `column_stride`: as `store_quantized` has them.
+    """
     lanes = tl.arange(0, LANES)
     columns = part * PART + lanes
     written = lanes < PART
+    if LAYOUT == "tma_aligned_packed":
+        # Bytes, as they come: the groups of a word may be of several parts.
+        scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+        if COUNT % 4 != 0:  # noqa: SIM102  # decided when the kernel is compiled
+            if part == COUNT // PART - 1:
+                past = COUNT + tl.arange(0, 4)
+                rest = _scale_offsets(row, past, column_stride, COUNT, LAYOUT)
+                tl.store(scales_ptr + rest, tl.zeros((4,), tl.uint8), mask=past < (COUNT + 3) // 4 * 4)
     if LAYOUT == "swizzled":
         written = written | ((columns >= COUNT) & (columns < (COUNT + 3) // 4 * 4))
     offsets = _scale_offsets(row, columns, column_stride, COUNT, LAYOUT)
@@ -61,7 +74,7 @@ def store_quantized(
     """Store what `quantize_row` returned for a part of `row` (int64): codes as bytes, scales in their layout.
 
     `codes_ptr` is uint8, contiguous rows, on an 8-byte boundary; `scales_ptr` fp32, or uint8 for one-byte
-    scales, or None. `column_stride` is that of column_major and tma_aligned scales.
+    scales, or int32 for packed ones, or None. `column_stride` is that of scales in columns, in elements.
     """
     PACKED: tl.constexpr = 2 if SCHEME == "nvfp4" else 1
     # Said to be aligned less than they are where they are more: so that a thread stores the codes of the eight

@@ -348,7 +348,7 @@ def two_shot_kernel(
                         WATCH,
                         PTX,
                     )
-        if LAYOUT == "swizzled" or LAYOUT == "tma_aligned":
+        if LAYOUT == "swizzled" or LAYOUT == "tma_aligned" or LAYOUT == "tma_aligned_packed":
             for row in tl.range(tokens + program - first_gatherer, padded_tokens, gatherers):
                 store_padding_row(scales_ptr, zero + row, column_stride, HIDDEN, BLOCK, GROUP, LAYOUT)
 
