@@ -34,13 +34,15 @@ class Launch:
 
     num_warps: int
 
-    def options(self) -> dict[str, Any]:
+    def options(self, pdl: bool = False) -> dict[str, Any]:
         """Keyword arguments of a launch, or the options of an offline compilation.
 
-        `enable_fp_fusion`: a contracted multiply-add rounds once where the contract rounds twice (on by
+        `pdl` where the GPU has programmatic dependent launch: the kernel may be launched while the one before it
+        runs. `enable_fp_fusion`: a contracted multiply-add rounds once where the contract rounds twice (on by
         default in Triton 3.6, off in 3.9).
         """
-        return {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        own = {"launch_pdl": True} if pdl else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, **own}
 
 
 #: Everything that `choose` can return.
