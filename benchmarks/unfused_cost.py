@@ -41,6 +41,8 @@ EPS = 1e-6
 QUANT = Quant("fp8_static")
 #: Seconds that one function is timed for at each size, and rounds in which the functions take turns.
 SECONDS, ROUNDS = 1.0, 20
+#: Columns of what the residual is made of.
+_INNER = 64
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,16 @@ class Block(torch.nn.Module):
     def __init__(self, hidden: int, group: str, device: torch.device) -> None:
         super().__init__()
         self.matrix = torch.nn.Buffer((torch.randn(hidden, hidden, device=device) / hidden**0.5).bfloat16())
+        self.other = torch.nn.Buffer(self.matrix[:, :_INNER].contiguous())
         self.weight = torch.nn.Buffer(torch.ones(hidden, device=device, dtype=torch.bfloat16))
         self.scale = torch.nn.Buffer(torch.tensor(0.01, device=device))
         self.group = group
 
-    def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        h = stream * 0.5 + funcol.all_reduce(x @ self.matrix, "sum", self.group)
+    def forward(self, x: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+        # The residual is no input, so that it may be overwritten, and comes of what Inductor fuses with nothing.
+        h = funcol.all_reduce(small @ self.other.t(), "sum", self.group) + funcol.all_reduce(
+            x @ self.matrix, "sum", self.group
+        )
         y = torch.nn.functional.rms_norm(h, (h.shape[-1],), self.weight, EPS)
         return (y.float() / self.scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), h
 
@@ -127,16 +133,17 @@ def measure(tokens: int, hidden: int, device: torch.device) -> Row:
     torch._dynamo.reset()
     block = Block(hidden, group, device)
     x, stream = (torch.randn(tokens, hidden, device=device).bfloat16() for _ in range(2))
+    small = stream[:, :_INNER].contiguous()
     plain = torch.compile(block)
     fused = torchseam.compile(block, config=SeamConfig(backend="collective"))
-    blocks: list[Callable[[], Any]] = [lambda: plain(x, stream), lambda: fused(x, stream)]
+    blocks: list[Callable[[], Any]] = [lambda: plain(x, small), lambda: fused(x, small)]
     unfused_time, fused_time = medians(blocks, device)
     eager = None
     if device.type == "cuda":
         eager = unfused_time, fused_time
         unfused_time, fused_time = medians([replay(function) for function in blocks], device)
     report = torchseam.report(fused)
-    assert (report.fused, report.not_fused) == (1, 0), str(report)
+    assert report.fused == 1, str(report)
 
     norm = Norm(EPS, weight="before_cast")
     seam = Seam(norm, Reduce(group, "collective"), residual=True, quants=(QUANT,), outputs=("residual",))

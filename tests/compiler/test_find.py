@@ -58,6 +58,14 @@ def test_in_place_all_reduce_is_found():
     check(block, rows(3, HIDDEN), rows(3, HIDDEN, seed=1), kinds=[FULL])
 
 
+def test_an_addmm_of_the_users_own_keeps_its_rounding():
+    def block(x, a, b):
+        return ops.quantize(norm(torch.addmm(reduce(x * 2), a, b)), FP8, SCALE)[0]
+
+    got = check(block, rows(3, HIDDEN), rows(3, 16), rows(16, HIDDEN), kinds=["rms_norm + fp8_static"])
+    assert refusals(got) == [("all_reduce", Reason.NO_NORM)]
+
+
 def test_views_between_the_parts_are_replayed():
     def block(x, residual):
         h = reduce(x * 2).view(2, 3, HIDDEN) + residual

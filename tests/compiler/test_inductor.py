@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torchseam
 from blocks import HIDDEN, NORMS, AtenStatic, Block, GemmaNorm, LlamaNorm, TorchNorm, bits, same_bits
-from torchseam import Quant, SeamConfig
+from torchseam import Quant, SeamConfig, ops
+from torchseam.compiler import products
 from torchseam.compiler.fusion_pass import FusionPass
+from torchseam.compiler.products import take_apart
 from torchseam.compiler.report import FusionReport, Reason, SeamsNotFusedError, graph_from_dict, graph_to_dict
 from torchseam.integrations import inductor
 
@@ -46,6 +50,33 @@ def no_grad():
 def own_cache(tmp_path, monkeypatch):
     """An empty compile cache for this test, so that the pass runs."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+# ---- what Inductor does before the pass ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_residual_that_is_a_matrix_product_is_a_residual(swapped, own_cache, monkeypatch):
+    """Inductor has made one addmm of the product and the sum."""
+    seen = []
+    monkeypatch.setattr(products, "take_apart", lambda graph: seen.append(take_apart(graph)))
+    norm = LlamaNorm(torch.ones(HIDDEN, dtype=torch.bfloat16))
+
+    def forward(x, a, b):
+        summed, product = funcol.all_reduce(x * 2, "sum", dist.group.WORLD), a @ b
+        h = product + summed if swapped else summed + product
+        return ops.quantize(norm(h), FP8, torch.tensor(0.01))[0], h
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, HIDDEN), (3, 16), (16, HIDDEN))
+    args = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
+    compiled = torchseam.compile(forward, config=EXACT, fullgraph=True)
+    for want, got in zip(forward(*args), compiled(*args), strict=True):
+        assert same_bits(want, got)
+    assert seen == [1]
+    assert [f.kind for f in torchseam.report(compiled).graphs[0].fused] == [
+        "all_reduce + residual + rms_norm + fp8_static"
+    ]
 
 
 # ---- results ------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def build(
         "HAS_RESIDUAL_OUT": "residual" in seam.outputs,
         "HAS_NORM_OUT": "norm" in seam.outputs,
         "NATIVE": local.native_level(divmod(target.arch, 10)) if target.backend == "cuda" else 0,
+        "PDL": target.backend == "cuda" and target.arch >= 90,
     }
     one_byte_scales = quant is not None and quant.scale_dtype in ("ue8m0", "float8_e4m3fn")
     packed = quant is not None and quant.scale_layout == "tma_aligned_packed"

@@ -18,7 +18,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from torchseam.backends import flashinfer_api, select
-from torchseam.compiler import casts
+from torchseam.compiler import casts, products
 from torchseam.compiler.dialects.collectives import vllm_groups
 from torchseam.compiler.dialects.views import value
 from torchseam.compiler.dump import Dump
@@ -97,6 +97,7 @@ def run_pass(graph: Graph, config: SeamConfig) -> GraphReport:
     """Find, plan and rewrite the seams of a functional graph in place. Lints after rewriting."""
     started = time.perf_counter()
     nodes = len(graph.nodes)
+    products.take_apart(graph)
     decided: Plan = plan(graph, find(graph), config)
     calls: dict[Node, Seam] = {}
     replaced: dict[Node, Node] = {}

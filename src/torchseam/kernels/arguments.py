@@ -17,17 +17,10 @@ from torchseam.kernels.channel import Channel, Watch
 from torchseam.kernels.launch import PACKET
 from torchseam.kernels.rows import as_aligned_rows
 
-_PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
-
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Where the launch for x is to be made."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def has_pdl(x: Tensor) -> bool:
-    """Whether x is on a GPU with programmatic dependent launch."""
-    return local.speaks_ptx(x) and local.capability(x.device.index) >= _PDL_CAPABILITY
 
 
 def arguments(call: Call, channel: Channel, watch: Watch, num_warps: int, parts: int = 1) -> dict[str, Any]:

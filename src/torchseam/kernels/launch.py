@@ -13,11 +13,13 @@ PACKET = 16
 #: Threads of a warp (NVIDIA).
 WARP = 32
 
-#: Elements of a row in each thread, which bounds the registers: 16, and 32 for blocks of 8192 and more. H200,
-#: 2026-11-30, `python benchmarks/local.py --launches`, us for 8, 16 and 32 warps at H = 8192: per-token 66.3, 69.1,
-#: 106.5 and NVFP4 77.4, 81.6, 121.4 at T = 4096; at T = 1 all take 3.4 and 4.4. Blocks of 16384 and more follow
-#: that of 8192; they were not measured.
-_ELEMENTS_PER_WARP, _ELEMENTS_PER_WARP_OF_LONG_ROWS = 16 * 32, 32 * 32
+#: Elements of a row in each thread, which bounds the registers: 16, 32 for blocks of 8192 and more, and 64 for rows
+#: that do not fill a block of 8192. H200, 2026-12-01, `python benchmarks/local.py --launches`, us at T = 4096 for 4, 8,
+#: 16 and 32 warps: H 8192: per-token 59.0, 58.7, 60.3, 62.8, NVFP4 61.7, 61.2, 64.5, 64.0; H 7168: 51.6, 56.0, 57.1,
+#: 61.6, and 50.8, 57.0, 57.1, 103.6; H 5120: 37.6, 37.5, 50.7, 55.5, and 37.2, 39.8, 52.5, 97.4; H 16384: 135.1, 134.7,
+#: 134.3, 141.3, and 152.0, 145.9, 143.5, 146.7. At T = 1 fewer are as good or better up to H = 8192. Rows that do not
+#: fill a block of 16384 or 32768, and H = 32768, were not measured.
+_ELEMENTS_PER_WARP, _ELEMENTS_PER_WARP_OF_LONG_ROWS, _ELEMENTS_PER_WARP_OF_PADDED_ROWS = 16 * 32, 32 * 32, 64 * 32
 _LONG_ROW = 8192
 _FEWEST_WARPS = 4
 #: A CUDA thread block has at most 1024 threads.
@@ -34,13 +36,15 @@ class Launch:
 
     num_warps: int
 
-    def options(self) -> dict[str, Any]:
+    def options(self, pdl: bool = False) -> dict[str, Any]:
         """Keyword arguments of a launch, or the options of an offline compilation.
 
-        `enable_fp_fusion`: a contracted multiply-add rounds once where the contract rounds twice (on by
+        `pdl` where the GPU has programmatic dependent launch: the kernel may be launched while the one before it
+        runs. `enable_fp_fusion`: a contracted multiply-add rounds once where the contract rounds twice (on by
         default in Triton 3.6, off in 3.9).
         """
-        return {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        own = {"launch_pdl": True} if pdl else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, **own}
 
 
 #: Everything that `choose` can return.
@@ -198,5 +202,7 @@ def block_of(hidden: int) -> int:
 def choose(hidden: int) -> Launch:
     """The launch choice for rows of H elements, each held by one program."""
     block = block_of(hidden)
-    warps = block // (_ELEMENTS_PER_WARP if block < _LONG_ROW else _ELEMENTS_PER_WARP_OF_LONG_ROWS)
-    return Launch(min(max(warps, _FEWEST_WARPS), _MOST_WARPS))
+    elements = _ELEMENTS_PER_WARP if block < _LONG_ROW else _ELEMENTS_PER_WARP_OF_LONG_ROWS
+    if hidden < block == _LONG_ROW:
+        elements = _ELEMENTS_PER_WARP_OF_PADDED_ROWS
+    return Launch(min(max(block // elements, _FEWEST_WARPS), _MOST_WARPS))

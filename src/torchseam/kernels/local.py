@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torchseam.formats import fp8, layout
 from torchseam.kernels import launch as launches
@@ -34,6 +35,7 @@ from torchseam.seam import Norm, Quant, Seam
 _MAX_ROWS = 2**31 - 1
 #: Triton supports NVIDIA GPUs from compute capability 8.0 on.
 _LEAST_CAPABILITY = (8, 0)
+_PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 #: From which compute capability on the kernel may take which level of NATIVE (`casts`).
 _NATIVE_LEVELS = (((10, 0), 2), ((8, 9), 1))
 _NO_NORM = Norm(eps=0.0, weight="none")
@@ -76,8 +78,16 @@ def local_kernel(
     HAS_NORM_OUT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Row `program_id(0)`: see `epilogue`. Programs past the last token zero the scales' padding rows."""
+    """Row `program_id(0)`: see `epilogue`. Programs past the last token zero the scales' padding rows.
+
+    PDL: the rule of docs/protocol.md: the next kernel may be launched at once, and nothing is read or written before
+    those before this one are complete.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     # Two conditions: the first is decided when the kernel is compiled.
     if LAYOUT == "swizzled" or LAYOUT == "tma_aligned" or LAYOUT == "tma_aligned_packed":  # noqa: SIM102
@@ -232,6 +242,7 @@ def _launch(
     residual_rows = None if residual is None else as_rows(residual)
     codes, scales = (*map(as_stored, quantized), None, None)[:2]
     choice = launch or tuned_file.local_launch(x.get_device(), tokens, hidden, x.dtype, quant.scheme if quant else None)
+    pdl = has_pdl(x)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         local_kernel[(grid(tokens, quant, scales),)](
             rows,
@@ -251,8 +262,14 @@ def _launch(
             HAS_RESIDUAL_OUT=residual_out is not None,
             HAS_NORM_OUT=norm_out is not None,
             NATIVE=native_level_of(x),
-            **choice.options(),
+            PDL=pdl,
+            **choice.options(pdl),
         )
+
+
+def has_pdl(x: Tensor) -> bool:
+    """Whether x is on a GPU with programmatic dependent launch."""
+    return speaks_ptx(x) and capability(x.device.index) >= _PDL_CAPABILITY
 
 
 def native_level_of(x: Tensor) -> int:

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torchseam.kernels import launch as launches
 from torchseam.kernels import local
-from torchseam.kernels.arguments import arguments, has_pdl, on_device
+from torchseam.kernels.arguments import arguments, on_device
 from torchseam.kernels.calls import Call, run_seam
 from torchseam.kernels.casts import round_to, to_float32
 from torchseam.kernels.channel import UNWATCHED, Channel, Watch, call_number, count_program
@@ -299,7 +299,7 @@ def _launch(call: Call, channel: Channel, launch: OneShot | None, watch: Watch) 
     tokens = x.numel() // hidden
     choice = launch or launches.choose_one_shot(tokens, hidden, x.itemsize, call.quant, channel.multiprocessors)
     programs, pushers, first_reducer = choice.grid(tokens, channel.multiprocessors)
-    pdl = choice.launch_pdl and has_pdl(x)
+    pdl = choice.launch_pdl and local.has_pdl(x)
     with on_device(x):
         one_shot_kernel[(programs,)](
             **arguments(call, channel, watch, choice.num_warps, choice.parts),

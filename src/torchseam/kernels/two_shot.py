@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torchseam.kernels import local
-from torchseam.kernels.arguments import arguments, has_pdl, on_device
+from torchseam.kernels.arguments import arguments, on_device
 from torchseam.kernels.calls import Call, run_seam
 from torchseam.kernels.casts import round_to, to_float32
 from torchseam.kernels.channel import UNWATCHED, Channel, Watch, call_number, count_program
@@ -385,7 +385,7 @@ def _launch(call: Call, channel: Channel, launch: TwoShot | None, watch: Watch) 
     rows = len(owned_rows(x.numel() // hidden, 0, channel.world_size))
     choice = launch or choose_two_shot(rows, hidden, x.itemsize, channel.world_size, channel.multiprocessors)
     roles = choice.roles(rows, channel.multiprocessors)
-    pdl = choice.launch_pdl and has_pdl(x)
+    pdl = choice.launch_pdl and local.has_pdl(x)
     with on_device(x):
         two_shot_kernel[(roles.programs,)](
             **arguments(call, channel, watch, choice.num_warps),
