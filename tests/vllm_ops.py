@@ -19,6 +19,8 @@ SCHEMAS = (
     "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
     "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
     "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()",
+    "per_token_group_fp8_quant_packed(Tensor input, Tensor! output_q, Tensor! output_s_packed, int group_size, "
+    "float eps, float fp8_min, float fp8_max) -> ()",
     "scaled_fp4_quant(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) -> (Tensor, Tensor)",
     "scaled_fp4_quant.out(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout, *, "
     "Tensor(a!) output, Tensor(b!) output_scale) -> ()",
@@ -46,6 +48,27 @@ def _per_group(input, output_q, output_s, group_size, eps, fp8_min, fp8_max, sca
     output_s.copy_(scales.squeeze(-1))
 
 
+def packed_buffer(input: Tensor, group_size: int) -> Tensor:
+    """As vLLM's per_token_group_quant_fp8_packed_for_deepgemm makes it."""
+    mn = input.numel() // input.shape[-1]
+    k_num_packed = (input.shape[-1] // group_size + 3) // 4
+    return torch.empty_strided((mn, k_num_packed), (1, (mn + 3) // 4 * 4), dtype=torch.int32, device=input.device)
+
+
+def _per_group_packed(input, output_q, output_s_packed, group_size, eps, fp8_min, fp8_max) -> None:
+    """As its kernel computes: the exponent by bits, and the group's reciprocal."""
+    assert group_size == 128 and output_s_packed.shape[0] == input.numel() // input.shape[-1]
+    groups = input.float().reshape(output_s_packed.shape[0], -1, group_size)
+    scales = (groups.abs().amax(-1).clamp(min=eps) / torch.tensor(fp8_max)).clamp(min=1e-10)
+    bits = scales.view(torch.int32)
+    exponents = (bits >> 23 & 0xFF) + ((bits & 0x7FFFFF) != 0)
+    inverses = 1.0 / (exponents << 23).view(torch.float32)
+    codes = (groups * inverses.unsqueeze(-1)).clamp(fp8_min, fp8_max).to(output_q.dtype)
+    output_q.copy_(codes.reshape(input.shape))
+    padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[1] % 4)).unflatten(1, (-1, 4))
+    output_s_packed.copy_(sum(padded[..., place] << 8 * place for place in range(4)))
+
+
 def fp4_buffers(input: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
     """As vLLM's create_fp4_output_tensors."""
     tokens, hidden = input.shape
@@ -68,6 +91,7 @@ def _fp4(input: Tensor, input_scale: Tensor, swizzled: bool) -> tuple[Tensor, Te
     return output, output_scale
 
 
+_QUANTISERS = (_static, _per_token, _per_group, _per_group_packed, _fp4, _fp4_out)
 IR_SCHEMAS = (
     "rms_norm(Tensor x, Tensor? weight, float epsilon, SymInt? variance_size=None) -> Tensor",
     "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, SymInt? variance_size=None)"
@@ -146,7 +170,7 @@ def register() -> None:
     def nothing(*args: object, **kwargs: object) -> None:
         return None
 
-    for schema, function in zip(SCHEMAS, (_static, _per_token, _per_group, _fp4, _fp4_out), strict=True):
+    for schema, function in zip(SCHEMAS, _QUANTISERS, strict=True):
         fake = (lambda input, scale, swizzled: fp4_buffers(input, swizzled)) if function is _fp4 else nothing
         _define(_library, schema, function, fake)
     for schema, function in zip(LEGACY_SCHEMAS, (_legacy_norm, _legacy_add_norm), strict=True):

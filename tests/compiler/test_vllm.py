@@ -7,7 +7,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 import vllm_ops
-from blocks import HIDDEN, same_bits
+from blocks import HIDDEN, LlamaNorm, same_bits
 from graphs import run_fused
 from quant_blocks import SHARED, TOKENS, Block, rows
 from torchseam import Quant
@@ -47,6 +47,13 @@ def per_group(y, size=128, layout="row_major", ue8m0=False, bound=448.0, eps=1e-
     codes = torch.empty_like(y, dtype=E4M3)
     how = (size, eps, -bound, bound, ue8m0, layout != "row_major", layout == "tma_aligned")
     torch.ops._C.per_token_group_fp8_quant(y, codes, scales, *how)
+    return codes, scales
+
+
+def per_group_packed(y, size=128, bound=448.0, eps=1e-10, scales=None, codes=None):
+    scales = vllm_ops.packed_buffer(y, size) if scales is None else scales
+    codes = torch.empty_like(y, dtype=E4M3) if codes is None else codes
+    torch.ops._C.per_token_group_fp8_quant_packed(y, codes, scales, size, eps, -bound, bound)
     return codes, scales
 
 
@@ -90,6 +97,14 @@ QUANTISERS = {
         for layout in ("row_major", "column_major", "tma_aligned")
         for ue8m0 in (False, True)
     },
+    "group-packed": (
+        per_group_packed,
+        Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed", scale_floor=1e-10),
+    ),
+    "group-packed-large-eps": (
+        lambda y: per_group_packed(y, eps=1.0),
+        Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed", scale_floor=float(torch.tensor(1.0) / 448)),
+    ),
     **{
         f"nvfp4-{layout}-{'functional' if functional else 'out'}": (
             lambda y, swizzled=layout == "swizzled", functional=functional: fp4(y, swizzled, functional),
@@ -123,11 +138,31 @@ def test_several_readers_and_views(version):
     assert got.kinds() == [f"{SHARED} + fp8_static + fp8_token + nvfp4"]
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=("static", "symbolic"))
+@pytest.mark.parametrize("lead", [(5,), (2, 3)])
+@pytest.mark.parametrize("version", [1, 2])
+def test_packed_scales_are_rows_of_words_whatever_the_leading_dimensions(version, lead, dynamic):
+    """Five groups: two words a row, the second with three bytes that no group has."""
+    block = Block(lambda y, h: per_group_packed(y))
+    block.norm = LlamaNorm(torch.linspace(0.5, 1.5, 640).bfloat16())
+    x, residual = rows(*lead, 640), rows(*lead, 640, seed=1)
+    with inductor_config.patch(enable_auto_functionalized_v2=version == 2):
+        got = run_fused(block, x, residual, dynamic=dynamic)
+    assert got.kinds() == [f"{SHARED} + fp8_group"]
+    tokens = torch.Size(lead).numel()
+    assert got.results[1].shape == (tokens, 2) and got.results[1].stride() == (1, (tokens + 3) // 4 * 4)
+    assert all(same_bits(a, b) for a, b in zip(block(x, residual), got.results, strict=True))
+
+
 NEAR_MISSES = {
     "a group shape": lambda y: static(y, [1, HIDDEN]),
     "an upper bound": lambda y: per_token(y, torch.full((1,), 1e30)),
     "another largest code": lambda y: per_group(y, bound=240.0),
     "groups of 32": lambda y: per_group(y, 32),
+    "packed, another largest code": lambda y: per_group_packed(y, bound=240.0),
+    "packed, words one after another": lambda y: per_group_packed(
+        y, scales=y.new_empty((y.shape[0], y.shape[1] // 512 + bool(y.shape[1] % 512)), dtype=torch.int32)
+    ),
     "codes inside a larger buffer": lambda y: static(y, out=torch.empty(2, *y.shape, dtype=E4M3)[1]),
 }
 

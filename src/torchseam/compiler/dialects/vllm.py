@@ -7,6 +7,7 @@ CUDA source (csrc/quantization), not run: where it differs from our recipes is s
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +21,17 @@ from torchseam.compiler.dialects.quant_match import QuantMatch, QuantMiss, Unrea
 from torchseam.compiler.dialects.views import is_call, last_dim, same_shape, strip, value
 from torchseam.formats import layout
 from torchseam.formats.fp8 import E4M3_MAX
-from torchseam.seam import FP8_GROUP_SIZES, NVFP4_BLOCK, SCALE_FLOORS, Quant
+from torchseam.seam import (
+    FP8_GROUP_SIZES,
+    NVFP4_BLOCK,
+    PACKED_GROUP_SIZE,
+    PACKED_SCALE_DTYPE,
+    SCALE_FLOORS,
+    Quant,
+)
 
 _wrappers = torch.ops.higher_order
-#: The least scale that `per_token_group_fp8_quant` rounds up to a power of two.
+#: The least scale that `per_token_group_fp8_quant` and `..._packed` round up to a power of two.
 _LEAST_ROUNDED_UP = 1e-10
 
 
@@ -176,29 +184,49 @@ def _per_token(call: Call) -> QuantMatch:
 
 def _per_group(call: Call) -> QuantMatch:
     """`max(amax, eps) / 448`, perhaps rounded up to a power of two and stored as fp32. NaN as in `_per_token`."""
+    ue8m0 = call.given["scale_ue8m0"]
+    size, floor = _groups(call, FP8_GROUP_SIZES, ue8m0)
+    if value(call.given["input"]).dim() != 2:
+        raise Unread("the input is no matrix")
+    dtype = "ue8m0_float32" if ue8m0 else "float32"
+    scales = _buffer(call, "output_s", torch.float32)
+    transposed = "output_s" in call.transposed
+    found = "column_major" if transposed else _group_layout(call, scales, dtype, layout.GROUP_SCALE_LAYOUTS[dtype])
+    return _match(call, Quant("fp8_group", size, dtype, found, scale_floor=floor), None, ("output_q", "output_s"))
+
+
+def _per_group_packed(call: Call) -> QuantMatch:
+    """`_per_group` rounded up to powers of two, whose exponents go into int32 words. Of an infinite amax theirs is 255.
+
+    The input may have leading dimensions; the scales are one row for each token all the same.
+    """
+    size, floor = _groups(call, (PACKED_GROUP_SIZE,), True)
+    scales = _buffer(call, "output_s_packed", torch.int32)
+    transposed = "output_s_packed" in call.transposed
+    found = _group_layout(call, scales, PACKED_SCALE_DTYPE, () if transposed else (layout.PACKED,))
+    quant = Quant("fp8_group", size, PACKED_SCALE_DTYPE, found, scale_floor=floor)
+    return _match(call, quant, None, ("output_q", "output_s_packed"))
+
+
+def _groups(call: Call, sizes: tuple[int, ...], ue8m0: bool) -> tuple[int, float]:
+    """The size of the groups, and the least scale."""
     _codes(call, "output_q")
     given = call.given
-    size = given["group_size"]
+    size, hidden = given["group_size"], last_dim(given["input"])
     if (given["fp8_min"], given["fp8_max"]) != (-E4M3_MAX, E4M3_MAX):
         raise Unread(f"the values are clamped to [{given['fp8_min']}, {given['fp8_max']}], not to [-448, 448]")
-    if size not in FP8_GROUP_SIZES or last_dim(given["input"]) % size or value(given["input"]).dim() != 2:
-        raise Unread(f"rows of {last_dim(given['input'])} in groups of {size}")
-    dtype = "ue8m0_float32" if given["scale_ue8m0"] else "float32"
+    if size not in sizes or hidden % size:
+        raise Unread(f"rows of {hidden} in groups of {size}")
     floor = rounded(rounded(given["eps"], torch.float32) / E4M3_MAX, torch.float32)
-    if given["scale_ue8m0"]:
-        floor = max(floor, _LEAST_ROUNDED_UP)
-    quant = Quant("fp8_group", size, dtype, _group_layout(call, size, dtype), scale_floor=floor)
-    return _match(call, quant, None, ("output_q", "output_s"))
+    return size, max(floor, _LEAST_ROUNDED_UP) if ue8m0 else floor
 
 
-def _group_layout(call: Call, size: int, dtype: str) -> str:
-    """The layout whose shape and strides the buffer of the scales has."""
-    scales = _buffer(call, "output_s", torch.float32)
-    if "output_s" in call.transposed:
-        return "column_major"
-    tokens, hidden = value(call.given["input"]).shape
-    for name in layout.GROUP_SCALE_LAYOUTS:
-        shape, strides = layout.group_scale_geometry(tokens, hidden // size, dtype, name)
+def _group_layout(call: Call, scales: torch.Tensor, dtype: str, names: tuple[str, ...]) -> str:
+    """The one of these layouts whose shape and strides the buffer of the scales has."""
+    *lead, hidden = value(call.given["input"]).shape
+    groups = hidden // call.given["group_size"]
+    for name in names:
+        shape, strides = layout.group_scale_geometry(math.prod(lead), groups, dtype, name)
         pairs = zip((*shape, *strides), (*scales.shape, *scales.stride()), strict=True) if scales.dim() == 2 else ()
         if scales.dim() == 2 and all(statically_known_true(a == b) for a, b in pairs):
             return name
@@ -237,6 +265,7 @@ _READERS: dict[str, Callable[[Call], QuantMatch]] = {
     "_C::static_scaled_fp8_quant": _static,
     "_C::dynamic_per_token_scaled_fp8_quant": _per_token,
     "_C::per_token_group_fp8_quant": _per_group,
+    "_C::per_token_group_fp8_quant_packed": _per_group_packed,
     "_C::scaled_fp4_quant": _nvfp4,
     "_C::scaled_fp4_quant.out": _nvfp4,
 }
