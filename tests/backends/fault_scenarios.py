@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from flashinfer_double import Double, Faults, install
+from flashinfer_double import PACKED, Double, Faults, all_bytes, install
 
 from torchseam.backends import base, collective, flashinfer, flashinfer_api, select
 from torchseam.config import BACKEND_VARIABLE, VLLM_BACKEND_VARIABLE, SeamConfig
@@ -97,7 +97,7 @@ class World:
         expected = collective.run(seam, operands)
         for ours, theirs, shape in zip(outputs, expected, empty_outputs(seam, operands), strict=True):
             assert ours.shape == theirs.shape == shape.shape and ours.dtype == theirs.dtype
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), "other bits than collective"
+            assert torch.equal(all_bytes(ours), all_bytes(theirs)), "other bits than collective"
         return select.chosen(group) or "nothing chosen"
 
     def live(self) -> int:
@@ -260,12 +260,14 @@ def many_sizes_and_schemes(version: str, backend: str) -> Callable[[World], str]
     def scenario(world: World) -> str:
         world.prepare((10, 0), version)
         quants = (None, Quant("fp8_static", rule="reciprocal"), Quant("fp8_static"), Quant("fp8_token"))
-        quants += (Quant("nvfp4"), Quant("nvfp4", scale_layout="linear"), Quant("fp8_group"))
+        quants += (Quant("nvfp4"), Quant("nvfp4", scale_layout="linear"), Quant("fp8_group"), PACKED)
         for hidden in (1024, 2048):
             for quant in quants:
                 for tokens, offset, norm_out in ((8, 0, False), (129, 1, True)):
                     outcome = world.run((0, 1), backend, quant, tokens, hidden, offset, norm_out)
                     assert outcome == f"flashinfer-{backend}"
+        # Ten groups: the last word of a row has two bytes of padding, and the last column three words.
+        assert world.run((0, 1), backend, PACKED, tokens=5, hidden=1280) == f"flashinfer-{backend}"
         assert world.run((0, 1), backend, quants[1], weight_dtype=torch.float32) == f"flashinfer-{backend}"
         assert world.double.seen.created == 1
         return f"1 workspace, patterns {sorted(set(world.double.seen.patterns))}"
@@ -366,7 +368,7 @@ SCENARIOS = (
     Scenario("groups {0,1} and {2,3} at once, then {1,3}", "flashinfer-trtllm", two_groups_at_once, ALL),
     Scenario("all schemes, two hidden sizes, 0.7.4 trtllm", _WHOLE, many_sizes_and_schemes("0.7.4", "trtllm")),
     Scenario("the same, 0.7.4 mnnvl", _WHOLE, many_sizes_and_schemes("0.7.4", "mnnvl")),
-    Scenario("the same, 0.6.12 trtllm", "FP4Quant|FP8Quant", many_sizes_and_schemes("0.6.12", "trtllm")),
+    Scenario("the same, 0.6.12 trtllm", "FP4Quant|FP8PackedQuant", many_sizes_and_schemes("0.6.12", "trtllm")),
     Scenario(
         "the same, 0.6.12 mnnvl",
         "1 workspace, patterns ['kARResidualRMSNorm', 'kAllReduce']",

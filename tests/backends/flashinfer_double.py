@@ -27,6 +27,7 @@ from torchseam.operands import Operands
 from torchseam.outputs import empty_outputs
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
+PACKED = Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed", scale_floor=1e-10)
 CREATE, FUSED = "create_allreduce_fusion_workspace", "allreduce_fusion"
 #: Pattern -> (the quantiser it computes, whether it emits the norm).
 PATTERNS: dict[str, tuple[Quant | None, bool]] = {
@@ -37,6 +38,8 @@ PATTERNS: dict[str, tuple[Quant | None, bool]] = {
     "kARResidualRMSNormOutFP4Quant": (Quant("nvfp4"), True),
     "kARResidualRMSNormDynamicFP8Quant": (Quant("fp8_token"), False),
     "kARResidualRMSNormOutDynamicFP8Quant": (Quant("fp8_token"), True),
+    "kARResidualRMSNormPerTokenGroupFP8PackedQuant": (PACKED, False),
+    "kARResidualRMSNormOutPerTokenGroupFP8PackedQuant": (PACKED, True),
 }
 
 
@@ -162,7 +165,7 @@ class Double:
         if x.numel() > workspace.values:
             raise ValueError("Workspace validation failed")
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        assert all(t.is_contiguous() for t in tensors.values())
+        assert all(t.is_contiguous() for name, t in tensors.items() if name != "scale_out" or t.dtype != torch.int32)
 
         def all_reduce(summand: Tensor) -> Tensor:
             total = summand.float()
@@ -179,6 +182,7 @@ class Double:
         assert given["rms_gamma"].dtype == x.dtype, "it would be read as the wrong dtype"
         assert (given.get("norm_out") is not None) == with_norm
         assert ("layout_code" in given) == (quant is not None and quant.scheme == "nvfp4")
+        assert given.get("block_quant_group_size") == (128 if quant == PACKED else None)
         swizzled = given.get("layout_code") == self.codes["QuantizationSFLayout"]["SWIZZLED_128x4"]
         if quant is not None and quant.scheme == "nvfp4" and not swizzled:
             quant = Quant("nvfp4", scale_layout="linear")
@@ -202,6 +206,16 @@ class Double:
         if quant.scheme == "fp8_token":
             assert given["scale_out"].shape == (tokens, 1) and given["scale_out"].dtype == torch.float32
             given["scale_out"].copy_(quantised[1])
+        if quant == PACKED:
+            out, words = given["scale_out"], (codes.shape[1] // 128 + 3) // 4
+            assert (out.dtype, tuple(out.shape), out.stride()) == (
+                torch.int32,
+                (tokens, words),
+                (1, -(-tokens // 4) * 4),
+            )
+            # The kernel takes the storage to end with the last token of the last column, and writes all before.
+            written = tokens + (words - 1) * out.stride(1)
+            out.as_strided((written,), (1,)).copy_(quantised[1].as_strided((written,), (1,)))
         if quant.scheme == "nvfp4":
             out, scales = given["scale_out"].view(torch.uint8).view(-1), quantised[1].view(torch.uint8).reshape(-1)
             assert given["scale_out"].dtype == torch.float8_e4m3fn and out.numel() == scales.numel()
@@ -255,5 +269,12 @@ def poisoned_outputs(seam: Seam, operands: Operands) -> list[Tensor]:
     """Outputs that hold NaN (0x7F bytes), as memory may: what nobody writes shows."""
     outputs = empty_outputs(seam, operands)
     for output in outputs:
-        output.view(torch.uint8).fill_(0x7F)
+        all_bytes(output).fill_(0x7F)
     return outputs
+
+
+def all_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor; with those of its padding where it has any."""
+    if tensor.is_contiguous():
+        return tensor.view(torch.uint8)
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

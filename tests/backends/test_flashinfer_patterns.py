@@ -9,7 +9,6 @@ import pytest
 import torch
 from flashinfer_signatures import recorded
 
-from torchseam.backends import flashinfer_patterns as patterns
 from torchseam.backends.flashinfer_api import Installed
 from torchseam.backends.flashinfer_patterns import Abilities, compatibility, plan, row_refused
 from torchseam.seam import Norm, Quant, Reduce, Seam
@@ -17,6 +16,7 @@ from torchseam.seam import Norm, Quant, Reduce, Seam
 BF16 = torch.bfloat16
 SEAM = Seam(Norm(1e-5), Reduce("0"), residual=True, outputs=("residual", "norm"))
 STATIC = Quant("fp8_static", rule="reciprocal")
+PACKED = Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed", scale_floor=1e-10)
 
 
 def installed(version: str) -> Installed:
@@ -44,6 +44,19 @@ def test_a_seam_that_the_kernel_computes_goes_whole(quant, name, backend):
         decided = plan(seam(quant, norm_out=norm_out), BF16, BF16, backend, abilities())
         assert (decided.pattern, decided.left, decided.why) == (spelling, "nothing", None)
         assert spelling in recorded()["0.7.4"]["codes"]["AllReduceFusionPattern"]
+
+
+@pytest.mark.parametrize("rule", ("divide", "reciprocal"))
+@pytest.mark.parametrize("version", ("0.6.12", "0.7.4"))
+def test_packed_groups_go_whole_to_trtllm_and_mnnvl_has_no_such_kernel(version, rule):
+    quant = dataclasses.replace(PACKED, rule=rule)
+    for norm_out in (False, True):
+        decided = plan(seam(quant, norm_out=norm_out), BF16, BF16, "trtllm", abilities(version, (9, 0)))
+        name = f"kARResidualRMSNorm{'Out' if norm_out else ''}PerTokenGroupFP8PackedQuant"
+        assert (decided.pattern, decided.left) == (name, "nothing")
+        assert name in recorded()[version]["codes"]["AllReduceFusionPattern"]
+    decided = plan(seam(quant), BF16, BF16, "mnnvl", abilities(version))
+    assert decided.left == "quantisers" and "not fused by flashinfer" in decided.remark
 
 
 @pytest.mark.parametrize("offset", (0, 1))
@@ -76,7 +89,11 @@ def test_a_norm_that_the_kernel_computes_otherwise_leaves_it_the_sum(changed, we
         ((Quant("fp8_token", scale_rule="reciprocal"),), "another recipe"),
         ((Quant("fp8_token", scale_rounding="activation"),), "another recipe"),
         ((Quant("fp8_token", scale_floor=1e-12),), "another recipe"),
-        ((Quant("fp8_group", scale_dtype="ue8m0"),), "a layout that no seam asks for"),
+        ((Quant("fp8_group", scale_dtype="ue8m0"),), "the seam's are ue8m0 row_major"),
+        ((Quant("fp8_group", scale_layout="tma_aligned"),), "the seam's are float32 tma_aligned"),
+        ((dataclasses.replace(PACKED, scale_floor=None),), "up, the seam another number"),
+        ((dataclasses.replace(PACKED, scale_rule="reciprocal"),), "up, the seam another number"),
+        ((dataclasses.replace(PACKED, scale_rounding="activation"),), "up, the seam another number"),
         ((STATIC, Quant("nvfp4")), "2 quantisers"),
     ],
 )
@@ -139,7 +156,11 @@ def test_two_versions_can_do_this():
         ("trtllm", "nothing more"),
         ("trtllm", "fp8_static"),
         ("trtllm", "nvfp4"),
+        ("trtllm", "fp8_group, `tma_aligned_packed`"),
         ("mnnvl", "nothing more"),
     ]
-    schemes = ["nothing more", *patterns.QUANTS]
-    assert [row[:2] for row in new] == [(backend, scheme) for backend in ("trtllm", "mnnvl") for scheme in schemes]
+    schemes = ["nothing more", "fp8_static", "nvfp4", "fp8_token"]
+    assert [row[:2] for row in new] == [
+        *(("trtllm", scheme) for scheme in (*schemes, "fp8_group, `tma_aligned_packed`")),
+        *(("mnnvl", scheme) for scheme in schemes),
+    ]

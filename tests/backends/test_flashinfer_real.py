@@ -19,7 +19,8 @@ from torchseam.seam import Norm, Quant, Reduce, Seam
 pytestmark = pytest.mark.needs_flashinfer
 LIMIT = 1 << 20
 QUANTS = (None, Quant("fp8_static", rule="reciprocal"), Quant("nvfp4"), Quant("nvfp4", scale_layout="linear"))
-QUANTS += (Quant("fp8_token"), Quant("fp8_static"))
+PACKED = Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed", scale_floor=1e-10)
+QUANTS += (Quant("fp8_token"), Quant("fp8_static"), PACKED)
 
 
 class Launches:
@@ -96,6 +97,7 @@ def test_what_we_pass_is_taken(opened, quant, offset, dtype, shape):
         if "pattern_code" in given:
             assert given["fp32_acc"] is True and given["use_oneshot"] is True
             assert given["weight_bias"] == offset and given["token_num"] * given["hidden_dim"] == x.numel()
+            assert given["block_quant_group_size"] == (128 if quant == PACKED else None)
 
 
 def test_capacity_is_what_the_workspace_says(opened, monkeypatch):

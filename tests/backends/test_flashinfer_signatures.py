@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_double import CREATE, FUSED
+from flashinfer_double import CREATE, FUSED, PACKED
 from flashinfer_signatures import CODES, EXPORTS, METHODS, installed, read, recorded, signature
 
 from torchseam.backends import base, flashinfer, flashinfer_api, flashinfer_run
@@ -72,7 +72,7 @@ def calls(record: dict[str, Any], backend: str) -> list[tuple[str, tuple[Any, ..
     backend_made = flashinfer_run.FlashInfer(backend, group, api, workspace, 1 << 20)
     backend_made._abilities = patterns.Abilities.of(able, (10, 0))
     backend_made.settle_capacity()
-    for quant in (None, Quant("fp8_static", rule="reciprocal"), Quant("nvfp4"), Quant("fp8_token")):
+    for quant in (None, Quant("fp8_static", rule="reciprocal"), Quant("nvfp4"), Quant("fp8_token"), PACKED):
         for outputs in (("residual", "norm"), ("residual",) if quant else ("norm",)):
             quants_of = (quant,) if quant else ()
             seam = Seam(Norm(1e-6), Reduce("0"), residual=True, quants=quants_of, outputs=outputs)
@@ -99,6 +99,8 @@ def test_every_call_binds(name, record, backend):
         else:
             signature(record["methods"][backend][function]).bind(None, *args, **kwargs)
     assert {0, 1} <= codes
+    group_codes = {record["codes"]["AllReduceFusionPattern"][name] for name in patterns.QUANTS["fp8_group"][:2]}
+    assert group_codes <= codes if backend == "trtllm" else not group_codes & codes
     assert [function for function, _, _ in made][-2:] == [DESTROY, "destroy"]
 
 

@@ -16,16 +16,24 @@ from typing import Literal
 import torch
 
 from torchseam.backends.flashinfer_api import Installed
+from torchseam.formats import layout
 from torchseam.seam import SCALE_FLOORS, Quant, Seam
 
 ALL_REDUCE = "kAllReduce"
 NORM = "kARResidualRMSNorm"
-#: Scheme -> (pattern, the same that emits the norm too, its name among the quantisers of mnnvl).
+#: Scheme -> (pattern, the same that emits the norm too, its name among the quantisers of mnnvl, "" without one).
 QUANTS = {
     "fp8_static": ("kARResidualRMSNormFP8Quant", "kARResidualRMSNormOutFP8Quant", "FP8"),
     "nvfp4": ("kARResidualRMSNormFP4Quant", "kARResidualRMSNormOutFP4Quant", "NVFP4"),
     "fp8_token": ("kARResidualRMSNormDynamicFP8Quant", "kARResidualRMSNormOutDynamicFP8Quant", "DYNAMIC_FP8"),
+    "fp8_group": (
+        "kARResidualRMSNormPerTokenGroupFP8PackedQuant",
+        "kARResidualRMSNormOutPerTokenGroupFP8PackedQuant",
+        "",
+    ),
 }
+#: The least scale of its group quantiser, before it is rounded up to a power of two (compute_ue8m0_scale).
+PACKED_FLOOR = 1e-10
 LAYOUTS = {"swizzled": "SWIZZLED_128x4", "linear": "LINEAR"}
 #: Below, the NVFP4 kernels compile to nothing: codes 0, no scales (cvt_warp_fp16_to_fp4).
 NVFP4_SINCE = (10, 0)
@@ -85,8 +93,10 @@ def _quants_differ(quants: tuple[Quant, ...], backend: str, abilities: Abilities
     if len(quants) > 1:
         return f"{len(quants)} quantisers"
     quant = quants[0]
-    if quant.scheme == "fp8_group":
-        return "the kernel packs four UE8M0 scales into a word, a layout that no seam asks for"
+    if quant.scheme == "fp8_group" and quant.scale_layout != layout.PACKED:
+        return (
+            f"the kernel packs four UE8M0 scales into a word, the seam's are {quant.scale_dtype} {quant.scale_layout}"
+        )
     if not abilities.takes(quant.scheme, backend):
         return f"{quant.scheme} is not fused by flashinfer {'.'.join(map(str, abilities.version))} in {backend}"
     if quant.scheme == "nvfp4" and abilities.capability < NVFP4_SINCE:
@@ -98,6 +108,10 @@ def _quants_differ(quants: tuple[Quant, ...], backend: str, abilities: Abilities
         asked = (quant.rule, quant.scale_rule, quant.scale_rounding, quant.scale_floor)
         if asked != ("divide", "divide", "none", floor):
             return f"the kernel computes y / max(amax / 448, {floor:.3g}), the seam another recipe"
+    # Whether y is divided by a power of two or multiplied by its reciprocal is the same.
+    made = (quant.scale_rule, quant.scale_rounding, quant.scale_floor)
+    if quant.scheme == "fp8_group" and made != ("divide", "none", PACKED_FLOOR):
+        return f"the kernel rounds max(amax / 448, {PACKED_FLOOR:.3g}) up, the seam another number"
     return None
 
 
@@ -149,4 +163,5 @@ def compatibility(installed: Installed) -> Iterator[tuple[str, str, str, str]]:
         for scheme in QUANTS:
             if Abilities.of(installed, NVFP4_SINCE).takes(scheme, backend):
                 nvfp4 = since.replace("9.0 on one node, 10.0 on several", "10.0").replace("9.0", "10.0")
-                yield backend, scheme, nvfp4 if scheme == "nvfp4" else since, worlds
+                name = f"{scheme}, `{layout.PACKED}`" if scheme == "fp8_group" else scheme
+                yield backend, name, nvfp4 if scheme == "nvfp4" else since, worlds

@@ -231,6 +231,9 @@ def _quantiser_arguments(
         return {"quant_out": codes, "scale_factor": scales[0].reshape(1)}
     if quant.scheme == "fp8_token":
         return {"quant_out": codes, "scale_out": outputs[1].view(-1, 1)}
+    if quant.scheme == "fp8_group":
+        layout.zero_past_last_word(outputs[1])
+        return {"quant_out": codes, "scale_out": outputs[1], "block_quant_group_size": quant.group_size}
     if quant.scale_layout == "swizzled":
         layout.zero_padding(outputs[1], codes.shape[0], codes.shape[1] // 8)
     return {
