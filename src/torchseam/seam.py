@@ -128,7 +128,8 @@ class Quant:
     `rule` is how the quotient is formed: `divide` is `y / scale`, `reciprocal` is
     `y * (1 / scale)`, `multiply` is `y * scale` (static FP8 only: the caller's tensor is the
     encode factor). `scale_floor` is the smallest scale (see SCALE_FLOORS). None in `group_size`,
-    `scale_dtype`, `scale_layout` or `scale_floor` means the scheme's default.
+    `scale_dtype`, `scale_layout` or `scale_floor` means the scheme's default. `tma_aligned_packed` goes with
+    `ue8m0` and groups of 128 only.
 
     How per-token and per-group FP8 make a scale of amax: `scale_rule` `divide` is `amax / 448`,
     `reciprocal` is `amax * fp32(1/448)`; `scale_rounding` `activation` rounds that to the dtype of

@@ -272,6 +272,18 @@ def test_a_dtype_that_inductor_cannot_compute_with_stays_functional(scale_dtype,
     assert call.overwrites == (() if scale_dtype == "ue8m0" else BOTH)
 
 
+def test_packed_scales_are_words_and_stand_in_nobodys_way(reduce):
+    (norm,) = norms(1)
+    quant = Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed")
+
+    def forward(x, y):
+        s = y * 2 + reduce(x * 2)
+        return *ops.quantize(norm(s), quant), s
+
+    (call,) = compiled_calls(forward, rows(0), rows(1))
+    assert call.overwrites == BOTH
+
+
 def test_many_quantisers_fall_back_to_the_functional_operator(reduce):
     (norm,) = norms(1)
     quants = [Quant("fp8_group", 128, scale_floor=floor) for floor in (1e-12, 1e-11, 1e-10, 1e-9, 1e-8)]
