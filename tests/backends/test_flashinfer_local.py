@@ -101,6 +101,7 @@ def test_nothing_goes_there_unasked(kernel, monkeypatch):
     [
         ({"quants": (Quant("fp8_token"),)}, "it is for residual"),
         ({"quants": (Quant("nvfp4"), Quant("fp8_token"))}, "it is for residual"),
+        ({"quants": (Quant("nvfp4", global_scale="decode"),)}, "encode factor"),
         ({"residual": False, "outputs": ()}, "it is for residual"),
         ({"norm": Norm(1e-6, "after_cast")}, "before the rounding"),
         ({"norm": Norm(1e-6, offset=1)}, "without offset"),

@@ -86,6 +86,8 @@ def test_a_norm_that_the_kernel_computes_otherwise_leaves_it_the_sum(changed, we
         ((Quant("fp8_static"),), "'divide'"),
         ((Quant("fp8_static", rule="multiply"),), "'multiply'"),
         ((Quant("fp8_token", rule="reciprocal"),), "another recipe"),
+        ((Quant("nvfp4", global_scale="decode"),), "multiplies by an encode factor"),
+        ((Quant("nvfp4", global_scale="none"),), "multiplies by an encode factor"),
         ((Quant("fp8_token", scale_rule="reciprocal"),), "another recipe"),
         ((Quant("fp8_token", scale_rounding="activation"),), "another recipe"),
         ((Quant("fp8_token", scale_floor=1e-12),), "another recipe"),

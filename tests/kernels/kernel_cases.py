@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchseam import reference
-from torchseam.formats.layout import GROUP_SCALE_LAYOUTS
+from torchseam.formats import layout
 from torchseam.kernels import calls, local
 from torchseam.operands import Operands
 from torchseam.seam import RULES, SCALE_DTYPES, SCALE_LAYOUTS, SCALE_ROUNDINGS, SCALE_RULES, Norm, Quant, Seam
@@ -82,10 +82,12 @@ def quantizers() -> list[Quant]:
     found = []
     for scheme, dtypes in SCALE_DTYPES.items():
         sizes = (128, 64) if scheme == "fp8_group" else (None,)
-        for size, dtype, layout, rule in itertools.product(sizes, dtypes, SCALE_LAYOUTS[scheme], RULES):
+        for size, dtype, order, rule in itertools.product(sizes, dtypes, SCALE_LAYOUTS[scheme], RULES):
             with contextlib.suppress(ValueError):  # a rule that the scheme has not, a dtype that the layout has not
-                found.append(Quant(scheme, size, dtype, layout, rule))
-    sizes, layouts = itertools.cycle((128, 64)), itertools.cycle(GROUP_SCALE_LAYOUTS["float32"])
+                found.append(Quant(scheme, size, dtype, order, rule))
+    for kind, order in itertools.product(("decode", "none"), SCALE_LAYOUTS["nvfp4"]):
+        found.append(Quant("nvfp4", scale_layout=order, global_scale=kind))
+    sizes, layouts = itertools.cycle((128, 64)), itertools.cycle(layout.GROUP_SCALE_LAYOUTS["float32"])
     for how in itertools.product(("divide", "reciprocal"), SCALE_RULES, SCALE_ROUNDINGS):
         if how[1:] == ("divide", "none"):  # those are above
             continue
@@ -219,7 +221,8 @@ def tiny_case() -> tuple[Case, Inputs]:
 def scale_for(quant: Quant) -> Tensor:
     """One that saturates some of a norm's values (up to about 4) and keeps most."""
     if quant.scheme == "nvfp4":
-        return torch.tensor([448.0 * 6.0 / 3.7])
+        encode = torch.tensor([448.0 * 6.0 / 3.7])
+        return encode if quant.global_scale == "encode" else 1.0 / encode
     return torch.tensor([130.7 if quant.rule == "multiply" else 0.00765])
 
 
@@ -330,7 +333,9 @@ def check(case: Case, given: Inputs, run: Run, quantize: Run, device: str = "cpu
     on_device = given.to(device)
     if case.seam is None:
         got = _on_cpu(quantize(on_device.x, case.quant, *(on_device.scales or [None])))
-        return _differences(got, reference.quantize(given.x, case.quant, *given.scales), ["codes", "scales"])
+        expected = reference.quantize(given.x, case.quant, *(given.scales or [None]))
+        both = (_meaning(case.quant, results) for results in (got, expected))
+        return _differences(*both, ["codes", "scales"])
 
     seam = everything(case.seam)
     operands = given.operands()
@@ -341,14 +346,21 @@ def check(case: Case, given: Inputs, run: Run, quantize: Run, device: str = "cpu
     ]
 
     with canonical_reduction():
-        broken = _differences(got, reference.run(seam, operands), names)
+        by_reference = reference.run(seam, operands)
+    at = len(seam.outputs)
+    for quant in seam.quants:
+        for results in (got, by_reference):
+            results[at : at + 1 + quant.emits_scale] = _meaning(quant, results[at : at + 1 + quant.emits_scale])
+        at += 1 + quant.emits_scale
+    broken = _differences(got, by_reference, names)
 
     # The codes are those of the kernel's own norm, whatever its last bit is.
     norm_at = seam.outputs.index("norm")
     expected = []
     scales = iter(given.scales)
     for quant in seam.quants:
-        expected += reference.quantize(got[norm_at], quant, *([next(scales)] if quant.takes_scale else []))
+        again = reference.quantize(got[norm_at], quant, next(scales) if quant.takes_scale else None)
+        expected += _meaning(quant, again)
     broken += [
         f"{b} (quantising the kernel's norm)" for b in _differences(got[norm_at + 1 :], expected, names[norm_at + 1 :])
     ]
@@ -356,9 +368,28 @@ def check(case: Case, given: Inputs, run: Run, quantize: Run, device: str = "cpu
 
     if also_own and case.seam != seam:
         own = _on_cpu(run(case.seam, on_device.operands()))
+        for quant in case.seam.quants:  # one, the last of the results
+            many = 1 + quant.emits_scale
+            own[-many:] = _meaning(quant, own[-many:])
         kept = [t for n, t in zip(names, got, strict=True) if n not in seam.outputs or n in case.seam.outputs]
         broken += [f"{b} (emitting only {case.seam.outputs})" for b in _differences(own, kept, ["value"] * len(kept))]
     return broken
+
+
+def _meaning(quant: Quant, results: list[Tensor]) -> list[Tensor]:
+    """[codes, scales] of a quantiser with 0 for the codes under a NaN scale of torchao's NVFP4: what its integers make
+    of a NaN depends on the bits that the processor gives one."""
+    if quant.scheme != "nvfp4" or quant.global_scale == "encode" or not results[0].numel():
+        return results
+    codes, scales = results
+    columns = codes.shape[-1] // 8
+    rows = codes.reshape(-1, columns, 8)
+    if quant.scale_layout == "swizzled":
+        scale_rows = layout.unswizzle(scales, rows.shape[0], columns)
+    else:
+        scale_rows = scales.reshape(-1, columns)
+    meaningless = scale_rows.view(torch.uint8) & 0x7F == 0x7F
+    return [rows.masked_fill(meaningless[..., None], 0).reshape(codes.shape), scales]
 
 
 FP32_NORM_ULPS = 4

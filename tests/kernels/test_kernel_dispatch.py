@@ -11,7 +11,7 @@ import torch
 from torchseam import reference
 from torchseam.backends import local
 from torchseam.operands import Operands
-from torchseam.seam import SCALE_ROUNDINGS, SCALE_RULES, SCHEMES, Norm, Quant, Seam
+from torchseam.seam import GLOBAL_SCALES, SCALE_ROUNDINGS, SCALE_RULES, SCHEMES, Norm, Quant, Seam
 
 SEAM = Seam(norm=Norm(1e-6), outputs=("norm",))
 
@@ -87,6 +87,11 @@ def test_the_kernel_has_every_attribute_of_every_scheme(scheme):
 def test_the_kernel_makes_scales_in_every_way(rule, rounding):
     for scheme in ("fp8_token", "fp8_group"):
         assert local.unsupported_recipe(Quant(scheme, scale_rule=rule, scale_rounding=rounding)) is None
+
+
+@pytest.mark.parametrize("kind", GLOBAL_SCALES)
+def test_the_kernel_takes_every_global_scale(kind):
+    assert local.unsupported_recipe(Quant("nvfp4", global_scale=kind)) is None
 
 
 def test_a_triton_that_cannot_be_imported_is_remembered(monkeypatch, caplog):

@@ -98,6 +98,8 @@ def refuses(seam: Seam, operands: Operands) -> str | None:
     x, weight = operands.x, operands.weight
     if seam.inner_norm is not None or not seam.residual or [q.scheme for q in seam.quants] != ["nvfp4"]:
         return "it is for residual + norm + nvfp4"
+    if seam.quants[0].global_scale != "encode":
+        return "it takes an encode factor"
     if seam.norm.weight != "before_cast" or seam.norm.offset or weight is None or weight.dtype != x.dtype:
         return "it takes a weight of the activations' dtype, multiplied before the rounding, without offset"
     if x.dtype not in _DTYPES or x.shape[-1] < _LEAST_HIDDEN or not x.numel():

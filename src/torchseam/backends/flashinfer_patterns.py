@@ -101,6 +101,8 @@ def _quants_differ(quants: tuple[Quant, ...], backend: str, abilities: Abilities
         return f"{quant.scheme} is not fused by flashinfer {'.'.join(map(str, abilities.version))} in {backend}"
     if quant.scheme == "nvfp4" and abilities.capability < NVFP4_SINCE:
         return f"its nvfp4 needs compute capability 10.0, this is {'.'.join(map(str, abilities.capability))}"
+    if quant.scheme == "nvfp4" and quant.global_scale != "encode":
+        return f"the kernel multiplies by an encode factor, the seam's global scale is {quant.global_scale!r}"
     if quant.scheme == "fp8_static" and quant.rule != "reciprocal":
         return f"the kernel computes y * (1 / scale), the seam's rule is {quant.rule!r}"
     if quant.scheme == "fp8_token":

@@ -20,7 +20,10 @@ _log = logging.getLogger(__name__)
 #: stays the reference's, wherever it is not its default, until it is added here as well.
 _SCHEMES = ("fp8_static", "fp8_token", "fp8_group", "nvfp4")
 _ATTRIBUTES = frozenset(
-    ("scheme", "group_size", "scale_dtype", "scale_layout", "rule", "scale_floor", "scale_rule", "scale_rounding")
+    (
+        *("scheme", "group_size", "scale_dtype", "scale_layout", "rule"),
+        *("scale_floor", "scale_rule", "scale_rounding", "global_scale"),
+    )
 )
 
 

@@ -46,7 +46,10 @@ def show_search(machine: tuned_file.Machine, found: Sequence[Timed], path: Path,
         columns = list(group)
         many = max(1, (console.width - _LABEL) // _CELL)
         for first in range(0, len(columns), many):
+            console.print()
+            console.print(escape(title_of(columns[first].shape)), style="italic")
             console.print(_times(columns[first : first + many]))
+    console.print(_LEGEND)
     for shape in left_out:
         console.print(escape(f"{title_of(shape)}, T={shape.tokens}: more than the group's workspace takes; not timed"))
     changed = sum(timed.row.launch is not None for timed in found)
@@ -59,7 +62,7 @@ def show_search(machine: tuned_file.Machine, found: Sequence[Timed], path: Path,
 
 def _times(columns: Sequence[Timed]) -> Table:
     """Choices down, T across."""
-    table = Table(title=title_of(columns[0].shape), title_justify="left", caption=_LEGEND, caption_justify="left")
+    table = Table()
     table.add_column("launch", no_wrap=True)
     for timed in columns:
         table.add_column(f"T={timed.shape.tokens}", justify="right", no_wrap=True)

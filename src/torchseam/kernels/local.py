@@ -313,7 +313,7 @@ def attributes(
         "OFFSET": outer.offset,
         "EPS": outer.eps,
         "SCHEME": quant.scheme if quant else ABSENT,
-        "RULE": quant.rule if quant else ABSENT,
+        "RULE": _rule_of(quant) if quant else ABSENT,
         "GROUP": group,
         "FLOOR": quant.scale_floor if quant else 0.0,
         "SCALE_RULE": quant.scale_rule if quant else ABSENT,
@@ -322,6 +322,10 @@ def attributes(
         "LAYOUT": quant.scale_layout if quant else ABSENT,
         "HAS_SCALE": quant is not None and quant.takes_scale,
     }
+
+
+def _rule_of(quant: Quant) -> str:
+    return quant.global_scale if quant.scheme == "nvfp4" else quant.rule
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -144,14 +144,7 @@ def _scale_of(
 def _nvfp4(values, encode, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr):
     """Packed codes [BLOCK / 2] and e4m3 block scales [BLOCK / GROUP] (0 outside the row), int32 or int8."""
     wanted = encode * (_amax(values, BLOCK, GROUP, NATIVE) * 0.16666666666666666)
-    if NATIVE:
-        scales = to_e4m3_native(tl.minimum(wanted, 448.0))  # of a NaN and a number the number
-        stored = from_e4m3_native(scales)
-    else:
-        scales = to_e4m3(tl.where(wanted != wanted, 448.0, wanted))
-        stored = from_e4m3(scales)
-    if BLOCK != WIDTH:  # 0 * encode, which may be inf
-        scales = tl.where(tl.arange(0, BLOCK // GROUP) < WIDTH // GROUP, scales, 0).to(scales.dtype)
+    scales, stored = _block_scales(tl.where(wanted != wanted, 448.0, wanted), WIDTH, BLOCK, GROUP, NATIVE)
     decode = tl.div_rn(1.0, encode)
     factor = _factor(stored * decode, decode, NATIVE)
     # A block whose scale is 0 has codes +0: its values (no inf or NaN among them, whose scale is 448) times 0,
@@ -162,6 +155,45 @@ def _nvfp4(values, encode, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.c
     scaled = tl.fma(tl.reshape(values, (BLOCK // 8, 8)), factor, zero)
     low, high = tl.split(tl.reshape(scaled, (BLOCK // 2, 2)))
     return to_e2m1_pairs(low, high, NATIVE), scales
+
+
+@triton.jit
+def _nvfp4_as_torchao(
+    values,
+    decode,
+    DECODE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """As `_nvfp4`, with a decode factor or (not DECODE) none. What stands under a NaN scale means nothing."""
+    wanted = tl.div_rn(_amax(values, BLOCK, GROUP, NATIVE), 6.0)
+    if DECODE:
+        wanted = tl.div_rn(wanted, decode)
+    kept = tl.where(wanted != wanted, wanted, tl.maximum(wanted, 0.015625))  # 2^-6
+    scales, stored = _block_scales(kept, WIDTH, BLOCK, GROUP, NATIVE)
+    if DECODE:
+        factor = tl.div_rn(tl.div_rn(1.0, decode), stored)
+    else:
+        factor = tl.div_rn(1.0, stored)
+    scaled = tl.reshape(values, (BLOCK // 8, 8)) * _of_eights(factor, BLOCK, GROUP)
+    low, high = tl.split(tl.reshape(scaled, (BLOCK // 2, 2)))
+    return to_e2m1_pairs(low, high, NATIVE), scales
+
+
+@triton.jit
+def _block_scales(wanted, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr):
+    """The e4m3 codes of block scales, at most 448 and 0 outside the row, and their values."""
+    if NATIVE:
+        scales = to_e4m3_native(wanted)
+        stored = from_e4m3_native(scales)
+    else:
+        scales = to_e4m3(wanted)
+        stored = tl.where(wanted != wanted, wanted, from_e4m3(scales))
+    if BLOCK != WIDTH:  # 0 times or over the global scale, which may be inf or 0
+        scales = tl.where(tl.arange(0, BLOCK // GROUP) < WIDTH // GROUP, scales, 0).to(scales.dtype)
+    return scales, stored
 
 
 @triton.jit
@@ -217,7 +249,8 @@ def quantize_row(
 ):
     """Codes and scales of a row (or part) y [BLOCK], bf16, fp16 or fp32, of which WIDTH elements count.
 
-    `scale` is the fp32 scale of fp8_static or the encode factor of nvfp4, anything for the others.
+    RULE: how FP8 values are scaled, or what nvfp4's global scale is (`Quant.global_scale`).
+    `scale` is the fp32 scale of fp8_static or the global scale of nvfp4, anything where there is none.
     Codes are int32, [BLOCK], or [BLOCK / 2] packed for nvfp4. Scales are as they are stored: fp32 (one
     for fp8_token, [BLOCK / GROUP] for fp8_group), int32 codes (ue8m0, nvfp4), `scale` for fp8_static.
     NATIVE: what the target has, as `casts` counts it; codes (and e4m3 scales) are int8 unless it is 0. The
@@ -261,6 +294,8 @@ def quantize_row(
             else:
                 scales = powers
         codes = tl.reshape(codes, (BLOCK,))
-    else:
+    elif RULE == "encode":
         codes, scales = _nvfp4(values, scale, WIDTH, BLOCK, GROUP, NATIVE)
+    else:
+        codes, scales = _nvfp4_as_torchao(values, scale, RULE == "decode", WIDTH, BLOCK, GROUP, NATIVE)
     return codes, scales
