@@ -245,8 +245,8 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(tmp_path: Pa
 
 
 def test_a_plan_with_unsupported_styles_says_to_use_one_rank(tmp_path: Path) -> None:
-    model = save_config_only(tmp_path / "model", transformers.Olmo2Config(**SMALL))
-    refused("tensor-parallel plan of 'olmo2' uses .*supported: .*; use --tp 1", "--model", model, "--tp", 2)
+    model = save_config_only(tmp_path / "model", transformers.MixtralConfig(**SMALL))
+    refused("plan of 'mixtral' uses .*moe_tp_experts.*supported: .*; use --tp 1", "--model", model, "--tp", 2)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

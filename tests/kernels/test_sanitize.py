@@ -10,8 +10,10 @@ import pytest
 pytest.importorskip("triton")
 
 import kernel_cases
-import one_gpu_check
+import one_gpu_cases
 import sanitize
+
+from torchseam.kernels import one_shot, two_shot
 
 
 def tool(tmp_path: Path, says: str, status: int) -> str:
@@ -29,8 +31,11 @@ def test_every_quantiser_and_norm_and_every_launch_is_run():
     assert {(c.seam.norm.weight, c.seam.norm.offset) for c in cases if c.seam} == {
         (norm.weight, norm.offset) for norm, _ in kernel_cases.norms()
     }
-    launches = {launch for _, _, launch, _ in sanitize.one_shot_cases()}
-    assert launches == {launch for _, launch, _ in (*one_gpu_check.SHAPES, sanitize.PUSHING)}
+    calls = sanitize.collective_calls()
+    assert {call.run for call in calls} == {one_shot.run, two_shot.run}
+    assert {call.seam.quants[0] for call in calls} == set(one_gpu_cases.QUANTS)
+    many = one_gpu_cases.programs_of_rank(2, sanitize.MULTIPROCESSORS)
+    assert {call.launch for call in calls} == {call.launch for call in one_gpu_cases.long_rows(2, many)}
     # Wide rows, and such as leave lanes of their block empty.
     assert {c.hidden for c in cases} == set(sanitize.HIDDENS)
 
