@@ -121,7 +121,7 @@ def implementations(
     """(name, call); alternatives of one name are timed each, and the fastest counts."""
     reason = backend.refuses(seam, Operands(torch.empty(tokens, hidden, dtype=torch.bfloat16, device="cuda")))
     if reason is None:
-        yield "torchseam", lambda o: one_shot.run(seam, o, backend._workspace.channel)
+        yield "torchseam", lambda o: backend.run(seam, o)
     else:
         print(f"T={tokens} H={hidden}: {reason}", file=sys.stderr)
     if "nccl+inductor" in peers:

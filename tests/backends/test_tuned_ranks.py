@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from tuned_ranks import MANY, SCENARIOS, WORLD_SIZE, row, worker
 
-from torchseam.backends import symmetric
+from torchseam.backends import algorithms, symmetric
 from torchseam.kernels.launch import OneShot
 from torchseam.kernels.tuned import ONE_SHOT, Table
 from torchseam.operands import Operands
@@ -65,6 +65,7 @@ def test_symmetric_launches_what_was_agreed(tuned, monkeypatch):
     table = Table((row(OneShot(8, 4)),)) if tuned else Table()
     backend = object.__new__(symmetric.Symmetric)  # without the memory that only a GPU has
     backend._tuned = table.chooser(ONE_SHOT, WORLD_SIZE, MANY)
+    backend._choose = algorithms.chooser((9, 0), WORLD_SIZE, 2**24)
     backend._workspace = types.SimpleNamespace(channel=None)
     backend._watch = None
     monkeypatch.setattr(symmetric.Symmetric, "_follow_last_call", lambda self: None)

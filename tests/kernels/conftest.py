@@ -17,6 +17,7 @@ INTERPRETED = (
     "test_kernel_stores.py",
     "test_kernel_tuning.py",
     "test_one_shot.py",
+    "test_symmetric.py",
     "test_two_shot.py",
 )
 COMPILED = ("test_collective_build.py", "test_kernel_build.py", "test_kernel_interpreted.py")

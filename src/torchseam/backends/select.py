@@ -207,6 +207,11 @@ def opened() -> list[base.Backend]:
     return list(_opened.values())
 
 
+def memory() -> dict[tuple[str, str], int]:
+    """(process group, backend) -> bytes of device memory that this rank holds for it, for all that are open."""
+    return {(group, backend.name): backend.memory() for (_, group, _), backend in _opened.items()}
+
+
 def reset() -> None:
     """Close every backend and forget every choice, failures too. Call it on all ranks, and not while a captured
     graph may replay."""

@@ -1,7 +1,8 @@
-"""`symmetric`: our own fused collective over symmetric memory, peer to peer, in one kernel.
+"""`symmetric`: our own fused collectives over symmetric memory, peer to peer, each in one kernel.
 
 For NVIDIA GPUs of one machine that reach each other's memory (NVLink or PCIe). NVLink multicast is not used.
-Sums in rank order, so the bits are those of DESIGN section 4, rule 1, on every rank.
+Sums in rank order, so the bits are those of DESIGN section 4, rule 1, on every rank, whichever kernel runs: one-shot or
+two-shot, as `algorithms` chooses.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from torchseam.backends import algorithms
 from torchseam.backends import local as local_backend
+from torchseam.backends.algorithms import Algorithm, Choice, Model
 from torchseam.backends.base import Backend, Group, Kind, Unavailable, agree, host, verdict
 from torchseam.backends.tuned import agreed_table
 from torchseam.kernels.launch import OneShot
@@ -58,16 +62,30 @@ def probe(group: Group) -> str | None:
 
 def open_on(group: Group) -> Symmetric:
     """Collective (`base.Kind.open`)."""
-    _check_peers(group)
+    capability = _check_peers(group)
     from torchseam.backends import workspace
 
     tuned = agreed_table(group)
-    made = Symmetric(group, workspace.create(group), tuned)
-    failure = verdict(group, made.self_test())
+    made = Symmetric(group, workspace.create(group), tuned, capability)
+    _require(made, "one_shot")
+    failure = verdict(group, made.self_test("two_shot"))
+    if failure is None:
+        return made
+    why = f"two-shot is switched off, its self-test failed ({failure})"
+    _log.error("group %s: %s; all calls take one-shot", group.name, why)
+    # A word that somebody gave up waiting for may still come: one-shot needs buffers that two-shot never used.
+    made.close()
+    made = Symmetric(group, workspace.create(group), tuned, capability, no_two_shot=why)
+    _require(made, "one_shot")
+    return made
+
+
+def _require(made: Symmetric, algorithm: Algorithm) -> None:
+    """`Unavailable` on every rank, and nothing held, unless all pass the self-test."""
+    failure = verdict(made.group, made.self_test(algorithm))
     if failure is not None:
         made.close()
         raise Unavailable(f"its self-test failed ({failure})")
-    return made
 
 
 def missing() -> str | None:
@@ -80,10 +98,14 @@ def missing() -> str | None:
 KIND = Kind(NAME, probe, open_on, missing)
 
 
-def _check_peers(group: Group) -> None:
-    """One machine, and GPUs that reach each other; `Unavailable` on every rank otherwise."""
+def _check_peers(group: Group) -> tuple[int, int]:
+    """One machine, and GPUs that reach each other; `Unavailable` on every rank otherwise.
+
+    Returns the lowest compute capability of the group.
+    """
     uuid = str(torch.cuda.get_device_properties(group.device).uuid)
-    ranks = agree(group, {"machine": host(), "uuid": uuid})
+    own = torch.cuda.get_device_capability(group.device)
+    ranks = agree(group, {"machine": host(), "uuid": uuid, "capability": own})
     machines = {rank["machine"] for rank in ranks}
     if len(machines) > 1:
         raise Unavailable(f"the group's ranks are on {len(machines)} machines; it needs one")
@@ -102,6 +124,8 @@ def _check_peers(group: Group) -> None:
     objection = verdict(group, why)
     if objection is not None:
         raise Unavailable(objection)
+    major, minor = min(rank["capability"] for rank in ranks)
+    return major, minor
 
 
 def watchdog_seconds() -> float:
@@ -121,19 +145,45 @@ class Symmetric(Backend):
 
     name = NAME
 
-    def __init__(self, group: Group, workspace: Any, tuned: Table) -> None:
+    def __init__(
+        self,
+        group: Group,
+        workspace: Any,
+        tuned: Table,
+        capability: tuple[int, int],
+        *,
+        no_two_shot: str | None = None,
+        model: Model = algorithms.MODEL,
+    ) -> None:
+        """All but `workspace` must be the same on all ranks of the group, or they would run different kernels.
+
+        capability: the lowest of the group. no_two_shot: why two-shot is never to run, None where it may.
+        """
         from torchseam.kernels.channel import Watch
 
-        self._group = group
+        channel = workspace.channel
+        self.group = group
+        self.remarks: list[str] = [] if no_two_shot is None else [no_two_shot]
+        self._no_two_shot = no_two_shot
         self._workspace = workspace
-        self._tuned = tuned.chooser(ONE_SHOT, group.world_size, workspace.channel.multiprocessors)
+        self._choose = algorithms.chooser(
+            capability, group.world_size, channel.slot_bytes, two_shot=no_two_shot is None, model=model
+        )
+        self._tuned = tuned.chooser(ONE_SHOT, group.world_size, channel.multiprocessors)
         # Pinned: the kernels write there, and it can be read when they have stopped.
-        self._mailbox = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._mailbox = torch.zeros(1, dtype=torch.int64, pin_memory=group.device.type == "cuda")
         self._watch = Watch(watchdog_seconds(), self._mailbox.data_ptr())
         self._stream: torch.cuda.Stream | None = None
         self._closed = threading.Event()
         if self._watch.timeout:
             threading.Thread(target=self._look, name="torchseam-watchdog", daemon=True).start()
+
+    def choice(self, seam: Seam, operands: Operands) -> Choice:
+        """How a call runs: the same on all ranks, of what is the same in their calls."""
+        x, weight = operands.x, operands.weight
+        hidden = x.shape[-1]
+        weight_dtype = None if weight is None else weight.dtype
+        return self._choose(seam.to_json(), x.numel() // hidden, hidden, x.dtype, weight_dtype)
 
     def refuses(self, seam: Seam, operands: Operands) -> str | None:
         """`base.Backend.refuses`: the same on all ranks."""
@@ -142,19 +192,31 @@ class Symmetric(Backend):
         x = operands.x
         if not local_backend.has_kernel_for(x, seam.quants):
             return "the Triton kernels cannot take this seam"
-        size = x.numel() * x.itemsize
+        unsupported = rows.unsupported(x)
+        if unsupported is not None:
+            return unsupported
+        choice = self.choice(seam, operands)
+        if choice.algorithm == "two_shot" and self._no_two_shot is not None:
+            return f"a sharded residual needs two-shot, and {self._no_two_shot}"
         capacity = self._workspace.channel.slot_bytes
-        if size > capacity:
-            return f"x is {size} bytes; the workspace takes {capacity} a call"
-        return rows.unsupported(x)
+        if choice.slot_bytes > capacity:
+            name = choice.algorithm.replace("_", "-")
+            return f"{name} needs {choice.slot_bytes} bytes of a slot of the workspace, which has {capacity}"
+        return None
 
     def run(self, seam: Seam, operands: Operands) -> list[Tensor]:
         """`base.Backend.run`."""
-        from torchseam.kernels import one_shot
-
         self._follow_last_call()
+        return self._launch(self.choice(seam, operands).algorithm, seam, operands, self._watch)
+
+    def _launch(self, algorithm: Algorithm, seam: Seam, operands: Operands, watch: Any) -> list[Tensor]:
+        from torchseam.kernels import one_shot, two_shot
+
+        channel = self._workspace.channel
+        if algorithm == "two_shot":
+            return two_shot.run(seam, operands, channel, watch=watch)
         launch = self._tuned_launch(seam, operands.x)
-        return one_shot.run(seam, operands, self._workspace.channel, launch=launch, watch=self._watch)
+        return one_shot.run(seam, operands, channel, launch=launch, watch=watch)
 
     def _tuned_launch(self, seam: Seam, x: Tensor) -> OneShot | None:
         """The same on all ranks: of what is the same in their calls, and of a table that they agreed on."""
@@ -179,43 +241,45 @@ class Symmetric(Backend):
         self._closed.set()
         self._workspace.close()
 
-    def self_test(self) -> str | None:
-        """What is wrong with a small call of known result, or None. Collective; ends in bounded time."""
-        from torchseam.kernels import channel, local, one_shot
+    def self_test(self, algorithm: Algorithm) -> str | None:
+        """What is wrong with a small call of known result, or None. Collective; waits of its kernels are bounded."""
+        from torchseam.kernels import channel, local
 
-        device, size = self._group.device, self._group.world_size
+        device, size = self.group.device, self.group.world_size
         watch = dataclasses.replace(self._watch, timeout=_SELF_TEST_TIMEOUT, trap=False)
         seam = Seam(
             Norm(1e-6, "none"),
-            reduce=Reduce(self._group.name),
+            reduce=Reduce(self.group.name),
             residual=True,
             quants=(Quant("fp8_token"),),
             outputs=("residual", "norm"),
         )
-        pattern = torch.arange(3 * 1024, device=device).reshape(3, 1024)
-        terms = [(pattern % (7 + rank) - 3).bfloat16() for rank in range(size)]
+        # Every rank owns a row of two-shot's, and one owns two.
+        pattern = torch.arange((size + 1) * 1024, device=device).reshape(size + 1, 1024)
+        x = (pattern % (7 + self.group.rank) - 3).bfloat16()
         residual = (pattern % 5).bfloat16()
-        total = torch.stack(terms).float().sum(0).bfloat16()
         try:
+            total = x.float()
+            dist.all_reduce(total, group=self.group.process_group)
+            # Sums of small whole numbers: no order of them can be told from another.
+            expected = local.run(seam.local(), Operands(total.bfloat16(), residual))
             # Three calls: both halves of the buffer, and one of them again.
             for _ in range(3):
-                got = one_shot.run(
-                    seam, Operands(terms[self._group.rank], residual), self._workspace.channel, watch=watch
-                )
-            expected = local.run(seam.local(), Operands(total, residual))
-            torch.cuda.synchronize(device)
+                got = self._launch(algorithm, seam, Operands(x, residual), watch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         if record := int(self._mailbox):
             return channel.explain(record)
         same = [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, expected, strict=True)]
-        return None if all(same) else "the sum over the ranks came out wrong"
+        return None if all(same) else "its results are not those of torch.distributed's sum"
 
     def _follow_last_call(self) -> None:
         """The kernels of one workspace must not overlap: wait for the call before, when it was on another stream."""
-        if torch.cuda.is_current_stream_capturing():
+        if self.group.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        stream = torch.cuda.current_stream(self._group.device)
+        stream = torch.cuda.current_stream(self.group.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream

