@@ -104,6 +104,11 @@ def _check_peers(group: Group) -> None:
         raise Unavailable(objection)
 
 
+def _is_sharded(seam: Seam) -> bool:
+    """Whether rows of a residual are with their owners alone, which two-shot can read and leave so."""
+    return seam.reduce is not None and seam.reduce.sharded
+
+
 def watchdog_seconds() -> float:
     """What TORCHSEAM_WATCHDOG says; 0 when it is not set. ValueError for what is no number of seconds."""
     text = os.environ.get(WATCHDOG_VARIABLE, "").strip() or "0"
@@ -146,13 +151,21 @@ class Symmetric(Backend):
         capacity = self._workspace.channel.slot_bytes
         if size > capacity:
             return f"x is {size} bytes; the workspace takes {capacity} a call"
+        if _is_sharded(seam):
+            from torchseam.kernels.two_shot import two_shot_bytes
+
+            needed = two_shot_bytes(seam, operands, self._group.world_size)
+            if needed > capacity:
+                return f"two-shot needs {needed} bytes for x and its results; the workspace takes {capacity} a call"
         return rows.unsupported(x)
 
     def run(self, seam: Seam, operands: Operands) -> list[Tensor]:
         """`base.Backend.run`."""
-        from torchseam.kernels import one_shot
+        from torchseam.kernels import one_shot, two_shot
 
         self._follow_last_call()
+        if _is_sharded(seam):
+            return two_shot.run(seam, operands, self._workspace.channel, watch=self._watch)
         launch = self._tuned_launch(seam, operands.x)
         return one_shot.run(seam, operands, self._workspace.channel, launch=launch, watch=self._watch)
 

@@ -47,7 +47,7 @@ def sections_of(seam: Seam, operands: Operands) -> Sections:
     x = operands.x
     hidden = x.shape[-1]
     row = _ceil_div(hidden * x.itemsize, PACKET)
-    gathers_residual = seam.reduce is None or seam.reduce.residual == "full"
+    gathers_residual = seam.reduce is None or seam.reduce.residual_out == "full"
     sends_norm = "norm" in seam.outputs or len(seam.quants) > 1
     codes, scales = _quantized(hidden, seam.quants[0]) if seam.quants else (0, 0)
     return Sections(
