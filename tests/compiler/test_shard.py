@@ -17,7 +17,6 @@ from blocks import HIDDEN, GemmaNorm, LlamaNorm, same_bits
 from pretend_group import pretend_group
 from torchseam import Quant, SeamConfig, ops
 from torchseam.compiler import shard
-from torchseam.compiler.fusion_pass import FusionPass
 from torchseam.compiler.report import FusionReport, Residual, graph_from_dict, graph_to_dict
 
 ON = SeamConfig(shard_residual=True)
@@ -195,7 +194,3 @@ def test_the_report_tells_and_survives_json(one_rank, fresh_dynamo):
 def test_strict_takes_full_residuals(one_rank):
     report = run(returned, pretend_group(4), dataclasses.replace(ON, strict=True))
     assert not report.refused
-
-
-def test_the_option_is_part_of_what_a_compiled_graph_is_known_by():
-    assert FusionPass(ON).uuid() != FusionPass(SeamConfig()).uuid()

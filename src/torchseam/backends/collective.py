@@ -20,6 +20,8 @@ from torchseam.operands import Operands
 from torchseam.seam import Seam, owned_rows
 
 NAME = "collective"
+#: torch 2.13 has another name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def run(seam: Seam, operands: Operands) -> list[Tensor]:
@@ -59,7 +61,7 @@ def _gathered(residual: Tensor, group: dist.ProcessGroup) -> Tensor:
         sent = torch.cat([sent, sent.new_zeros(1, sent.shape[1])])
     received = sent.new_empty(world_size * most, sent.shape[1])
     # As bytes: they are only moved, and gloo does not know every dtype.
-    dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=group)
+    _all_gather(received.view(torch.uint8), sent.view(torch.uint8), group=group)
     if len(rows) < len(received):
         received = torch.cat([received[r * most :][: len(owned[r])] for r in range(world_size)])
     return received.view(residual.shape)
