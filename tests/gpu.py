@@ -77,6 +77,7 @@ STEPS = (
     Step("two_shot_table", "kernels/two_shot_check.py", gpus=2, parts=4, part_option="--part"),
     Step("two_shot_check", "kernels/two_shot_check.py", gpus=2),
     Step("tuned_check", "kernels/tuned_check.py", gpus=2),
+    Step("sharded_check", "compiler/sharded_check.py", gpus=2),
     Step("flashinfer_check", "backends/flashinfer_check.py", gpus=2, package="flashinfer"),
 )
 

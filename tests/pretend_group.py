@@ -43,6 +43,9 @@ class PretendGroup(dist.ProcessGroup):
                 tensor.copy_((tensor.float() * self.ranks).to(tensor.dtype))
         return _Done()
 
+    def size(self) -> int:
+        return self.ranks
+
     def getBackendName(self) -> str:
         return _BACKEND
 

@@ -6,6 +6,7 @@ the same description and never looks at a graph.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,6 +134,30 @@ models = st.integers(0, 9).flatmap(
 )
 
 
+#: Blocks as most models have them, one part in eight otherwise: chains whose residual can be sharded, and their ends.
+_stream_block = st.builds(
+    BlockPlan,
+    groups=_weighted(((0,), 14), ((1,), 1), ((), 1)),
+    inner=st.one_of(st.none(), st.none(), _norm),
+    residual=_weighted(("left", 7), ("right", 7), ("none", 1), ("from sum", 1)),
+    norm=_norm,
+    weight_dtype=st.just(torch.bfloat16),
+    quantisers=_quantiser_lists(),
+    flat_input=st.booleans(),
+    flat_norm=st.booleans(),
+    reads=_weighted(((), 14), ((("h", "returned"),), 1), ((("sum", "computed"),), 1)),
+    router=st.booleans(),
+    branch=_weighted((None, 14), ((LlamaNorm, None), 1), ((LlamaNorm, Quantiser(Quant("fp8_token"))), 1)),
+    next_reads=_weighted(("norm", 7), ("h", 1)),
+)
+streams = st.builds(
+    ModelPlan,
+    dtype=st.sampled_from(DTYPES),
+    stream_dtype=st.just(None),
+    blocks=st.lists(_stream_block, min_size=3, max_size=5).map(tuple),
+).map(lambda plan: ModelPlan(plan.dtype, plan.dtype, plan.blocks))
+
+
 class Model(torch.nn.Module):
     """The model that a plan describes, over the groups with the given names."""
 
@@ -246,14 +271,31 @@ def _walk(plan: ModelPlan) -> Iterator[tuple[BlockPlan, torch.dtype, bool]]:
         stream = torch.promote_types(summand, stream) if block.residual in ("left", "right") else summand
 
 
+def _adds(block: BlockPlan, dtype: torch.dtype, stream: torch.dtype) -> bool:
+    """Whether the block's residual is added inside a seam: it has the summands' dtype, and does not need their sum."""
+    reduces, summand = bool(block.groups), _widens(block.inner, block.weight_dtype, dtype)
+    residual = {"left": stream, "right": stream, "from sum": None if reduces else summand, "none": None}[block.residual]
+    return residual is summand and (summand is dtype or not reduces)
+
+
+def sharded_residuals(plan: ModelPlan) -> int:
+    """How many residuals nothing reads but the seam of the next block, which adds it and sums over the same group."""
+    blocks = [(block, _adds(block, plan.dtype, stream)) for block, stream, _ in _walk(plan)]
+    count = 0
+    for (block, adds), (after, adds_after) in itertools.pairwise(blocks):
+        streams = all(b.groups and b.residual in ("left", "right") for b in (block, after)) and adds and adds_after
+        only_normed = block.norm is not None and block.branch is None and block.next_reads == "norm"
+        in_seam = after.norm is not None or after.branch is not None
+        read = any(name == "h" for name, _ in block.reads)
+        count += bool(streams and only_normed and in_seam and not read and block.groups[-1] == after.groups[-1])
+    return count
+
+
 def _expected_of(block: BlockPlan, dtype: torch.dtype, stream: torch.dtype, stream_is_sum: bool) -> list[Counter[str]]:
     schemes = _schemes(block.quantisers) if block.norm is not None else []
     branch = [] if block.branch is None or block.branch[1] is None else _schemes((block.branch[1],))
     reduces = bool(block.groups)
-    summand = _widens(block.inner, block.weight_dtype, dtype)
-    # A residual is added inside the seam when it has the summands' dtype, and does not need the seam's own sum.
-    residual = {"left": stream, "right": stream, "from sum": None if reduces else summand, "none": None}[block.residual]
-    adds = residual is summand and (summand is dtype or not reduces)
+    adds = _adds(block, dtype, stream)
     alone = block.residual == "none"
     lead = ["all_reduce"] if reduces else []
     seams: list[list[str]] = []

@@ -33,7 +33,7 @@ def lacking(monkeypatch):
 
 def test_defaults():
     settings = SeamConfig()
-    assert settings == SeamConfig(True, True, "auto", SCHEMES, False, False)
+    assert settings == SeamConfig(True, True, "auto", SCHEMES, False, False, False)
 
 
 def test_a_config_is_a_frozen_value():

@@ -344,10 +344,6 @@ ERRORS = {
         lambda: changed(WITH_RESIDUAL, residual=lambda r: r[:1]),
         ("residual is torch.bfloat16 (1, 256)", "as x: torch.bfloat16 (5, 256)"),
     ),
-    "residual that is sharded": (
-        lambda: changed(Seam(NORM, Reduce("tp", residual="sharded"), residual=True, outputs=("norm",))),
-        ("the residual is sharded", "no backend"),
-    ),
     "weight missing": (lambda: changed(PLAIN, weight=None), ("weight is missing", "before_cast")),
     "weight given": (lambda: changed(WEIGHTLESS, weight=torch.ones(HIDDEN)), ("weight is given", "'none'")),
     "weight of float64": (

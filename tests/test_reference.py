@@ -6,6 +6,7 @@ activation dtype and never worse than eager. Inputs are seeded, so a result is t
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -409,3 +410,15 @@ def test_leading_dimensions_are_only_rows():
                     oracle.read_scales(other[1], quant, lead, 640),
                     oracle.read_scales(many[1], quant, (6,), 640),
                 )
+
+
+def test_a_sharded_residual_is_gathered_before_it_is_added():
+    x, whole = torch.randn(3, 64), torch.randn(3, 64)
+    mine = whole.clone()
+    mine[1:] = float("nan")
+    reduce = Reduce("g", residual_in="sharded", residual_out="sharded")
+    seam = Seam(Norm(1e-6, "none"), reduce, residual=True, outputs=("residual", "norm"))
+    full = dataclasses.replace(seam, reduce=Reduce("g"))
+    got = reference.run(seam, Operands(x, mine), lambda t: t * 2, lambda residual: whole)
+    expected = reference.run(full, Operands(x, whole), lambda t: t * 2)
+    assert all(map(torch.equal, got, expected))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cases
 import torchseam
 from torchseam import seam as vocabulary
-from torchseam.seam import Norm, Quant, Reduce, Seam
+from torchseam.seam import RESIDUAL_PLACEMENTS, Norm, Quant, Reduce, Seam, owned_rows
 
 NORM = Norm(1e-6)
 STATIC, TOKEN, NVFP4 = Quant("fp8_static"), Quant("fp8_token"), Quant("nvfp4")
@@ -89,12 +89,32 @@ def test_json_says_nothing_of_absent_parts():
     assert set(json.loads(Seam(NORM, quants=(STATIC,)).to_json())) == {"norm", "quants"}
 
 
-def test_a_sharded_residual_is_said_and_read_back():
-    seam = Seam(NORM, Reduce("tp", residual="sharded"), residual=True, outputs=("residual", "norm"))
+@pytest.mark.parametrize("into", RESIDUAL_PLACEMENTS)
+@pytest.mark.parametrize("out", RESIDUAL_PLACEMENTS)
+def test_where_the_rows_of_residuals_are_is_said_and_read_back(into, out):
+    reduce = Reduce("tp", residual_in=into, residual_out=out)
+    seam = Seam(NORM, reduce, residual=True, outputs=("residual", "norm"))
     assert Seam.from_json(seam.to_json()) == seam
-    assert "sharded" not in Seam(NORM, Reduce("tp"), outputs=("norm",)).to_json()
-    with pytest.raises(ValueError, match=r"Reduce\.residual is 'split'; allowed: 'full', 'sharded'"):
-        Reduce("tp", residual="split")
+    assert seam.to_json().count("sharded") == [into, out].count("sharded")
+    assert reduce.sharded == ("sharded" in (into, out))
+
+
+def test_a_residual_is_sharded_only_where_there_is_one():
+    for name in ("residual_in", "residual_out"):
+        with pytest.raises(ValueError, match=rf"Reduce\.{name} is 'split'; allowed: 'full', 'sharded'"):
+            Reduce("tp", **{name: "split"})
+    with pytest.raises(ValueError, match="residual_in is 'sharded' but the seam adds no residual"):
+        Seam(NORM, Reduce("tp", residual_in="sharded"), outputs=("norm",))
+    with pytest.raises(ValueError, match="residual_out is 'sharded' but the seam emits no residual"):
+        Seam(NORM, Reduce("tp", residual_out="sharded"), residual=True, outputs=("norm",))
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_every_row_has_one_owner(world_size):
+    for tokens in (0, 1, 2, 3, 7, 8, 9, 100):
+        owned = [owned_rows(tokens, rank, world_size) for rank in range(world_size)]
+        assert [row for rows in owned for row in rows] == list(range(tokens))
+        assert max(map(len, owned)) == len(owned[0]) and max(map(len, owned)) - min(map(len, owned)) <= 1
 
 
 @pytest.mark.parametrize("name", ('tp "fast"', "tp\\0", "\\", '"'))

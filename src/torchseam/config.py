@@ -51,6 +51,9 @@ class SeamConfig:
         `emulate_precision_casts` (every bf16 rounding of eager happens) and runs also the norms
         that are no part of a seam through torchseam's operator, whose row reduction has one fixed
         order. Slower; for parity tests.
+    shard_residual: leave the rows of a residual with the ranks that own them (`torchseam.seam.owned_rows`) from seam to
+        seam, and gather them only where something else reads it. For backends `auto` and `symmetric`; not measured on
+        several GPUs yet, hence off.
     """
 
     fuse_all_reduce: bool = True
@@ -59,6 +62,7 @@ class SeamConfig:
     schemes: tuple[str, ...] = SCHEMES
     strict: bool = False
     exact: bool = False
+    shard_residual: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -102,8 +102,6 @@ def _check_seam(seam: Seam, operands: Operands) -> None:
         )
     _check_weight("inner_weight", operands.inner_weight, seam.inner_norm, x.shape[-1])
     _check_weight("weight", operands.weight, seam.norm, x.shape[-1])
-    if seam.reduce is not None and seam.reduce.residual != "full":
-        raise ValueError(f"the residual is {seam.reduce.residual}; no backend runs that yet, only `kernels.two_shot`")
     takers = [q for q in seam.quants if q.takes_scale]
     if len(scales) != len(takers):
         raise ValueError(f"{len(scales)} scales were given; the seam's quantisers take {len(takers)}")
@@ -244,7 +242,8 @@ def seam(
     Args:
         seam: which parts, with their attributes, and which values to return.
         x: [..., H] bf16, fp16 or fp32; this rank's partial sums when the seam reduces.
-        residual: as x, when the seam adds one.
+        residual: as x, when the seam adds one. Where `seam.reduce.residual_in` is `sharded`, only this rank's rows
+            (`torchseam.seam.owned_rows` of all rows of x) are read.
         weight, inner_weight: [H] bf16, fp16 or fp32 (any mixture with x's dtype), norm weights.
         scales: one fp32 number for each quantiser that takes one, in the order of `seam.quants`.
         overwrite: which of `x` and `residual` (both contiguous) need not be kept. The sum over the ranks is made in
@@ -253,7 +252,8 @@ def seam(
 
     Returns:
         The values named in `seam.outputs` but those found in overwritten arguments, then codes (and scales, where
-        the scheme emits them) of each quantiser. No other input is changed, and none is aliased.
+        the scheme emits them) of each quantiser. No other input is changed, and none is aliased. Where
+        `seam.reduce.residual_out` is `sharded`, only this rank's rows of the output `residual` are defined.
 
     Raises:
         ValueError: an argument does not fit the seam; the message says which and what would.

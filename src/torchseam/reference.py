@@ -98,11 +98,17 @@ def dequantize(codes: Tensor, scales: Tensor | None, quant: Quant, block_scales:
     return fp8.dequantize(codes, scales, quant.group_size or None)
 
 
-def run(seam: Seam, operands: Operands, all_reduce: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+def run(
+    seam: Seam,
+    operands: Operands,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    all_gather: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:
     """What the operator `torchseam::seam` returns, for any seam.
 
-    `all_reduce` sums over the ranks (required when the seam reduces). Returns the values of `seam.outputs`,
-    then codes and scales of each quantiser.
+    `all_reduce` sums over the ranks (required when the seam reduces); `all_gather` gives all rows of a residual of
+    which each rank has those that it owns (required where `residual_in` is sharded). Returns the values of
+    `seam.outputs`, then codes and scales of each quantiser; all rows also of a residual that it may leave sharded.
     """
     values: dict[str, Tensor] = {}
     h = operands.x
@@ -112,8 +118,12 @@ def run(seam: Seam, operands: Operands, all_reduce: Callable[[Tensor], Tensor] |
     if seam.inner_norm is not None:
         h = rms_norm(h, operands.inner_weight, seam.inner_norm).to(h.dtype)
     if seam.residual:
-        assert operands.residual is not None
-        wide = h.float() + operands.residual.float()
+        residual = operands.residual
+        if seam.reduce is not None and seam.reduce.residual_in == "sharded":
+            assert all_gather is not None and residual is not None
+            residual = all_gather(residual)
+        assert residual is not None
+        wide = h.float() + residual.float()
         memory = operands.residual_out
         h = values["residual"] = wide.to(h.dtype) if memory is None else memory.copy_(wide)
     y = values["norm"] = rms_norm(h, operands.weight, seam.norm)

@@ -72,24 +72,39 @@ class Reduce:
     """A sum over the ranks of one process group.
 
     `group` is the name under which torch.distributed knows the group (`ProcessGroup.group_name`);
-    `backend` is what runs the sum (DESIGN section 5), resolved when the operator runs. `residual`: `full` has
-    all rows of the residual on every rank; `sharded` has each row only on the rank that owns it, what the seam
-    reads and what it emits (the other rows may hold anything; `kernels.owners` says who owns which).
+    `backend` is what runs the sum (DESIGN section 5), resolved when the operator runs. `residual_in` and
+    `residual_out` are where the rows are of the residual that the seam reads, and of the one that it emits: `full` has
+    all of them on every rank, `sharded` each on the rank that owns it (`owned_rows`); its other rows hold anything.
     """
 
     group: str
     backend: str = "auto"
-    residual: ResidualPlacement = "full"
+    residual_in: ResidualPlacement = "full"
+    residual_out: ResidualPlacement = "full"
 
     def __post_init__(self) -> None:
-        _choose("Reduce.residual", self.residual, RESIDUAL_PLACEMENTS)
+        _choose("Reduce.residual_in", self.residual_in, RESIDUAL_PLACEMENTS)
+        _choose("Reduce.residual_out", self.residual_out, RESIDUAL_PLACEMENTS)
         for text in (self.group, self.backend):
             if '"' in text or "\\" in text or not text.isprintable():
                 raise ValueError(f"Reduce has {text!r}; names must be printable, without quotes and backslashes")
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a residual is sharded, on either side."""
+        return "sharded" in (self.residual_in, self.residual_out)
+
     def to_json(self) -> str:
-        residual = "" if self.residual == "full" else f',"residual":"{self.residual}"'
-        return f'{{"group":"{self.group}","backend":"{self.backend}"{residual}}}'
+        placements = {"residual_in": self.residual_in, "residual_out": self.residual_out}
+        told = "".join([f',"{name}":"{value}"' for name, value in placements.items() if value != "full"])
+        return f'{{"group":"{self.group}","backend":"{self.backend}"{told}}}'
+
+
+def owned_rows(tokens: int, rank: int, world_size: int) -> range:
+    """The rows that a rank owns: neighbours, in rank order, and the first T % W ranks have one more."""
+    each, more = divmod(tokens, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
 
 
 @dataclass(frozen=True)
@@ -242,6 +257,10 @@ class Seam:
             raise ValueError("Seam.outputs has 'reduced' but the seam reduces nothing")
         if "residual" in self.outputs and not self.residual:
             raise ValueError("Seam.outputs has 'residual' but the seam adds none (ask for 'reduced')")
+        if self.reduce is not None and self.reduce.residual_in == "sharded" and not self.residual:
+            raise ValueError("Reduce.residual_in is 'sharded' but the seam adds no residual")
+        if self.reduce is not None and self.reduce.residual_out == "sharded" and "residual" not in self.outputs:
+            raise ValueError("Reduce.residual_out is 'sharded' but the seam emits no residual")
         object.__setattr__(self, "_json", self._as_json())
 
     def local(self) -> Seam:

@@ -29,6 +29,7 @@ OTHERS = {
     "schemes": ("nvfp4",),
     "strict": True,
     "exact": True,
+    "shard_residual": True,
 }
 
 

@@ -17,10 +17,11 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import graphs
+import sharded_rows
 from blocks import HIDDEN, AtenStatic, GemmaNorm, LlamaNorm, same_bits
 from golden_graphs import as_text
 from pretend_group import pretend_group
-from torchseam import Quant, ops
+from torchseam import Quant, SeamConfig, ops
 from torchseam.compiler.fusion_pass import run_pass
 
 UPDATE_VARIABLE = "TORCHSEAM_UPDATE_GOLDEN"
@@ -90,7 +91,57 @@ def two_groups(m: Parts, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     return *ops.quantize(m.norm(h), FP8, m.scale), h
 
 
-FAMILIES: tuple[Family, ...] = (plain, residual, sandwich, views, readers, refused_scale, two_groups)
+def _layer(m: Parts, x: Tensor, h: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """(what the next layer sums, the new residual)."""
+    h = m.reduce(x, group) + h
+    (codes,) = ops.quantize(m.norm(h), FP8, m.scale)
+    return codes.to(x.dtype), h
+
+
+def sharded(m: Parts, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """The first seam reads a full residual, the last emits none."""
+    y, h = _layer(m, x, residual)
+    y, h = _layer(m, y, h)
+    y, h = _layer(m, y, h)
+    return (y,)
+
+
+def sharded_reader(m: Parts, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """Something else reads the second residual: the chain ends there, and another begins."""
+    y, h = _layer(m, x, residual)
+    y, h = _layer(m, y, h)
+    read = h.abs()
+    y, h = _layer(m, y, h)
+    y, h = _layer(m, y, h)
+    return y, read
+
+
+def sharded_returned(m: Parts, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    y, h = _layer(m, x, residual)
+    y, h = _layer(m, y, h)
+    return y, h
+
+
+def sharded_groups(m: Parts, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """The second residual goes to a seam of another group, whose ranks own other rows."""
+    y, h = _layer(m, x, residual, 0)
+    y, h = _layer(m, y, h, 0)
+    y, h = _layer(m, y, h, 1)
+    y, h = _layer(m, y, h, 1)
+    return (y,)
+
+
+def sharded_tokens(m: Parts, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """The last layer has fewer tokens, so that its rows have other owners."""
+    y, h = _layer(m, x, residual)
+    y, h = _layer(m, y, h)
+    y, h = _layer(m, y[:, -1:], h[:, -1:])
+    return (y,)
+
+
+#: With `shard_residual`.
+SHARDED: tuple[Family, ...] = (sharded, sharded_reader, sharded_returned, sharded_groups, sharded_tokens)
+FAMILIES: tuple[Family, ...] = (plain, residual, sandwich, views, readers, refused_scale, two_groups, *SHARDED)
 
 
 def capture(family: Family, groups: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -103,6 +154,7 @@ def capture(family: Family, groups: tuple[str, str], monkeypatch: pytest.MonkeyP
         report = run_pass(graph, config)
         lines = [f"fused: {f.kind}" for f in report.fused]
         lines += [f"left: {r.part}: {r.reason.value}" for r in report.refused]
+        lines += [f"residual: full: {r.full}" if r.full else "residual: sharded" for r in report.residuals]
         texts[:] = [f"# before\n{before}\n\n# after\n{as_text(graph, names)}\n\n# report\n" + "\n".join(lines) + "\n"]
         return report
 
@@ -110,7 +162,8 @@ def capture(family: Family, groups: tuple[str, str], monkeypatch: pytest.MonkeyP
     generator = torch.Generator().manual_seed(0)
     args = [torch.randn(2, 3, HIDDEN, generator=generator).bfloat16() for _ in range(2)]
     model = Parts(family, groups)
-    got = graphs.trace_fused(model, *args)
+    with sharded_rows.poisoned(pretended=True):
+        got = graphs.trace_fused(model, *args, config=SeamConfig(shard_residual=family in SHARDED))
     assert all(same_bits(a, b) for a, b in zip(model(*args), got.results, strict=True))
     return texts[0]
 

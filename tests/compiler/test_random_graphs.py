@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import graphs
 import random_models
+import sharded_rows
 import torchseam
 from blocks import same_bits
 from pretend_group import pretend_group
@@ -21,7 +22,7 @@ from torchseam.compiler.fusion_pass import run_pass
 from torchseam.compiler.report import Reason
 from torchseam.seam import Seam
 
-GRAPHS = 500
+GRAPHS, STREAMS = 500, 150
 IN_ONE_FUNCTION, FUNCTIONS = 6, 5
 #: One group of three ranks, one of two: a sum that is forgotten, done twice or taken from the other group shows.
 RANKS = (3, 2)
@@ -94,6 +95,30 @@ def test_random_graphs_equal_eager_bit_for_bit(groups, monkeypatch):
     print(dict(tally))
     assert tally["graphs"] >= GRAPHS
     assert tally["seams"] > GRAPHS and tally["refused"] > GRAPHS // 10, "the models have too little to fuse or refuse"
+
+
+def test_random_graphs_with_sharded_residuals_equal_eager_bit_for_bit(groups, monkeypatch):
+    """Rows of others hold NaN until they are gathered, so that a residual that had to be full shows."""
+    seen: list[torch.fx.Graph] = []
+    monkeypatch.setattr(graphs, "run_pass", lambda graph, config: run_and_look(graph, config, seen))
+    config, tally = SeamConfig(shard_residual=True), Counter()
+
+    @settings(max_examples=STREAMS, phases=(Phase.explicit, Phase.generate, Phase.shrink), **FIXED)
+    @given(random_models.streams)
+    def check(plan: ModelPlan) -> None:
+        seen.clear()
+        model, args = Model(plan, groups), random_models.inputs(plan)
+        with sharded_rows.poisoned(pretended=True):
+            got = graphs.trace_fused(model, *args, config=config)
+        for i, (a, b) in enumerate(zip(model(*args), got.results, strict=True)):
+            assert same_bits(a, b), f"output {i} differs"
+        sharded = sum(not residual.full for residual in got.report.residuals)
+        assert sharded == random_models.sharded_residuals(plan)
+        tally.update(sharded=sharded, full=len(got.report.residuals) - sharded)
+
+    check()
+    print(dict(tally))
+    assert tally["sharded"] > STREAMS // 2 and tally["full"] > STREAMS // 2, "the models have too little to shard"
 
 
 @pytest.mark.slow

@@ -70,7 +70,9 @@ class Call:
     def expected(self) -> list[tuple[str, list[Tensor]]]:
         """(what it was computed with, all outputs)."""
         with canonical_reduction():
-            by_reference = reference.run(self.seam, self.operands_of(self.total()), lambda x: x)
+            by_reference = reference.run(
+                self.seam, self.operands_of(self.total()), lambda x: x, lambda residual: residual
+            )
         return [("the local kernel", self.by_kernel()), ("the reference", by_reference)]
 
 

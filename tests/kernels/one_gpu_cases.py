@@ -38,6 +38,8 @@ QUANTS = (
     Quant("nvfp4", scale_layout="linear"),
     Quant("fp8_group", 128, "ue8m0", "tma_aligned_packed"),
 )
+#: (residual_in, residual_out) of the first seam of a chain, of those in the middle, of the last.
+SHARDED = (("full", "sharded"), ("sharded", "sharded"), ("sharded", "full"))
 
 
 def programs_of_rank(world_size: int, multiprocessors: int) -> int:
@@ -93,10 +95,11 @@ def launches(case: Case, world_size: int, programs: int) -> list[OneShot | TwoSh
 
 
 def kernel_of(call: Call) -> str:
-    """What decides which kernel, compiled, the call launches on a rank."""
+    """What decides which kernel, compiled, the call launches on a rank; `residual_in` does not."""
     weight, x = call.operands.weight, call.terms[0]
     dtypes = (x.dtype, None if weight is None else weight.dtype)
-    return f"{call.run.__module__} {x.shape[1]} {dtypes} {call.launch} {call.seam.to_json()}"
+    seam = dataclasses.replace(call.seam, reduce=dataclasses.replace(call.seam.reduce, residual_in="full"))
+    return f"{call.run.__module__} {x.shape[1]} {dtypes} {call.launch} {seam.to_json()}"
 
 
 def part(calls: list[Call], index: int, parts: int) -> list[Call]:
@@ -106,14 +109,22 @@ def part(calls: list[Call], index: int, parts: int) -> list[Call]:
 
 
 def sharded(call: Call) -> Call:
-    """The call with each row's residual on its owner alone."""
-    assert call.seam.reduce is not None
-    reduce = dataclasses.replace(call.seam.reduce, residual="sharded")
+    """The call as the first, a middle or the last one of a chain with a sharded residual, by its T."""
+    into, out = SHARDED[call.terms[0].shape[0] % len(SHARDED)]
+    if "residual" not in call.seam.outputs:
+        into, out = "sharded", "full"
+    reduce = dataclasses.replace(call.seam.reduce, residual_in=into, residual_out=out)
     return dataclasses.replace(call, seam=dataclasses.replace(call.seam, reduce=reduce))
 
 
-def is_sharded(call: Call) -> bool:
-    return call.seam.reduce is not None and call.seam.reduce.residual == "sharded"
+def reads_sharded(call: Call) -> bool:
+    return call.seam.reduce.residual_in == "sharded"
+
+
+def leaves_sharded(call: Call, index: int) -> bool:
+    """Whether output number `index` is a residual whose rows stay with their owners."""
+    is_residual = call.seam.outputs[index : index + 1] == ("residual",)
+    return is_residual and call.seam.reduce.residual_out == "sharded"
 
 
 def mixed(world_size: int, multiprocessors: int) -> list[Call]:

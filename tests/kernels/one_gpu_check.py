@@ -23,7 +23,7 @@ import one_gpu_cases
 import torch
 from collective_cases import Call, same_bytes, same_storage
 from kernel_cases import poisoned_outputs, storage
-from one_gpu_cases import SLOT_BYTES, is_sharded
+from one_gpu_cases import SLOT_BYTES, leaves_sharded, reads_sharded
 from torch import Tensor
 
 from torchseam.kernels import channel, owners
@@ -149,7 +149,7 @@ def check_calls(world_size: int, shard: int, shards: int) -> tuple[int, list[str
 
 def without_others_residual(call: Call, rank: int) -> Call:
     """NaN in the rows of the residual that the rank must not read."""
-    if not is_sharded(call):
+    if not reads_sharded(call):
         return call
     assert call.operands.residual is not None
     rows = owned(call, rank)
@@ -169,7 +169,7 @@ def differences(
 ) -> list[str]:
     broken = []
     for index, (a, b, other) in enumerate(zip(got, expected, first_rank, strict=True)):
-        if is_sharded(call) and call.seam.outputs[index : index + 1] == ("residual",):
+        if leaves_sharded(call, index):
             rows = owned(call, rank)
             if not same_storage(a[rows].clone(), b[rows].clone()):
                 broken.append(f"output {index} differs in rows that it owns")
@@ -223,7 +223,7 @@ def differing(call: Call, rank: int, got: list[Tensor], expected: list[Tensor]) 
     """How many bytes differ, on the device; of a sharded residual in the rank's own rows."""
     counts = []
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        if is_sharded(call) and call.seam.outputs[index : index + 1] == ("residual",):
+        if leaves_sharded(call, index):
             rows = owned(call, rank)
             counts.append((a[rows].view(torch.uint8) != b[rows].view(torch.uint8)).sum())
         else:

@@ -42,14 +42,16 @@ def test_calls_fit_in_the_slots(calls):
         assert max(needed, call.terms[0].nbytes) <= one_gpu_cases.SLOT_BYTES
 
 
-def test_every_scheme_runs_in_both_kernels_with_a_full_and_a_sharded_residual(calls):
-    def schemes(run, residual):
-        chosen = [c for c in calls if c.run is run and c.seam.residual and c.seam.reduce.residual == residual]
+def test_every_scheme_runs_in_both_kernels_and_in_chains_with_a_sharded_residual(calls):
+    def schemes(run, *placements):
+        adding = [call for call in calls if call.run is run and call.seam.residual]
+        chosen = [c for c in adding if (c.seam.reduce.residual_in, c.seam.reduce.residual_out) in placements]
         return {quant.scheme for call in chosen for quant in call.seam.quants}
 
-    assert schemes(one_shot.run, "full") == schemes(two_shot.run, "full") == schemes(two_shot.run, "sharded")
-    assert schemes(one_shot.run, "full") == set(SCHEMES)
-    assert not schemes(one_shot.run, "sharded")
+    assert schemes(one_shot.run, ("full", "full")) == schemes(two_shot.run, ("full", "full")) == set(SCHEMES)
+    assert schemes(two_shot.run, *one_gpu_cases.SHARDED) == set(SCHEMES)
+    assert all(schemes(two_shot.run, placement) for placement in one_gpu_cases.SHARDED)
+    assert not schemes(one_shot.run, *one_gpu_cases.SHARDED)
 
 
 def test_parts_have_every_call_once_and_share_no_kernel(calls):

@@ -5,6 +5,7 @@ Also run by test_kernel_interpreted.py, in a process that has the interpreter sw
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -94,42 +95,69 @@ def test_codes_that_look_like_nothing_arrive():
     assert check(calls, alike=same_storage) == []
 
 
-def test_a_sharded_residual_stays_with_its_owners():
-    """Rows of others are neither read nor written; a chain of two seams gives what it gives with all rows."""
-    seam = Seam(Norm(1e-6, "none"), Reduce("group"), None, True, (Quant("fp8_static"),), ("residual",))
-    sharded = dataclasses.replace(seam, reduce=Reduce("group", residual="sharded"))
-    world_size, tokens = 3, 8
-    case = Case(dataclasses.replace(seam, reduce=None), None, 256, torch.bfloat16)
-    full = call_of(two_shot.run, case, world_size, tokens)
+@pytest.mark.parametrize(("world_size", "tokens"), [(2, 1), (3, 2), (3, 8), (4, 4)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_sharded_residual_stays_with_its_owners(world_size, tokens, in_place):
+    """A chain of four seams gives what it gives with all rows; others' rows are neither read nor written in between."""
+    full = Seam(Norm(1e-6, "none"), Reduce("group"), None, True, (Quant("fp8_static"),), ("residual",))
+    case = Case(dataclasses.replace(full, reduce=None), None, 256, torch.bfloat16)
+    call = call_of(two_shot.run, case, world_size, tokens)
+    placements = list(itertools.pairwise(("full", "sharded", "sharded", "sharded", "full")))
+    chain = [dataclasses.replace(full, reduce=Reduce("group", "auto", into, out)) for into, out in placements]
     channels, buffers = make_channels(world_size)
 
-    def chain(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        owned = owners.owned_rows(tokens, rank, world_size)
-        residual = torch.full_like(full.operands.residual, float("nan"))
-        residual[owned] = full.operands.residual[owned]
+    def run_chain(rank: int) -> list[list[torch.Tensor]]:
+        residual = call.operands.residual.clone()
         outputs = []
-        for _ in range(2):
-            operands = dataclasses.replace(full.operands, x=full.terms[rank], residual=residual)
-            outputs.append(two_shot.run(sharded, operands, channels[rank]))
-            residual = outputs[-1][0]
+        for seam in chain:
+            if seam.reduce.residual_in == "sharded":
+                residual[others(tokens, rank, world_size)] = float("nan")
+            memory = residual if in_place else None
+            operands = dataclasses.replace(call.operands, x=call.terms[rank], residual=residual, residual_out=memory)
+            residual, codes = two_shot.run(seam, operands, channels[rank])
+            outputs.append([residual.clone(), codes])
         return outputs
 
-    with poisoned_outputs():
-        got = run_ranks(world_size, chain)
-    first = full.expected()[0][1]
-    again = dataclasses.replace(full, operands=dataclasses.replace(full.operands, residual=first[0])).expected()[0][1]
-    for rank, chained in enumerate(got):
-        owned = owners.owned_rows(tokens, rank, world_size)
-        for (residual, codes), (expected_residual, expected_codes) in zip(chained, (first, again), strict=True):
+    # Poison would be put into memory that is given, too.
+    with contextlib.nullcontext() if in_place else poisoned_outputs():
+        got = run_ranks(world_size, run_chain)
+    step = call
+    for index, seam in enumerate(chain):
+        expected_residual, expected_codes = step.expected()[0][1]
+        for rank, (residual, codes) in enumerate(outputs[index] for outputs in got):
             assert same_storage(codes, expected_codes)
+            if seam.reduce.residual_out == "full":
+                assert same_storage(residual, expected_residual)
+                continue
+            owned = owners.owned_rows(tokens, rank, world_size)
             assert same_storage(residual[owned].clone(), expected_residual[owned].clone())
-            residual[owned] = 0
-            others = torch.ones(tokens, dtype=torch.bool)
-            others[owned] = False
-            assert bool((storage(residual[others].clone()) == 0x7F).all())
+            untouched = residual[others(tokens, rank, world_size)]
+            if not in_place:
+                assert bool((storage(untouched.clone()) == 0x7F).all())
+            elif index == 0:
+                assert same_storage(untouched, call.operands.residual[others(tokens, rank, world_size)])
+            else:
+                assert bool(untouched.isnan().all())
+        step = dataclasses.replace(step, operands=dataclasses.replace(step.operands, residual=expected_residual))
     assert all(bool((b == 0xFF).all()) for b in buffers)
-    with pytest.raises(ValueError, match="one-shot needs all of its rows"):
-        one_shot.run(sharded, full.operands, channels[0])
+
+
+def others(tokens: int, rank: int, world_size: int) -> torch.Tensor:
+    """[T] bool: the rows that the rank does not own."""
+    rows = torch.ones(tokens, dtype=torch.bool)
+    rows[owners.owned_rows(tokens, rank, world_size)] = False
+    return rows
+
+
+def test_one_shot_may_begin_a_chain_but_reads_no_sharded_residual():
+    first, second = (Reduce("group", residual_out="sharded"), Reduce("group", residual_in="sharded"))
+    seam = Seam(Norm(1e-6, "none"), None, None, True, (Quant("fp8_static"),), ("residual",))
+    call = call_of(one_shot.run, Case(seam, None, 256, torch.bfloat16), 2, 3)
+    begun = dataclasses.replace(call, seam=dataclasses.replace(call.seam, reduce=first))
+    assert check([begun]) == []
+    channels, _ = make_channels(2)
+    with pytest.raises(ValueError, match="the residual is sharded; one-shot needs all of its rows"):
+        one_shot.run(dataclasses.replace(call.seam, reduce=second), call.operands, channels[0])
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent():
@@ -166,11 +194,3 @@ def test_bytes_of_a_call(quant, more):
     )
     operands = Operands(torch.zeros(2, 256, dtype=torch.bfloat16))
     assert two_shot.two_shot_bytes(seam, operands, 2) == 512 + more
-
-
-@pytest.mark.parametrize("world_size", range(2, 9))
-def test_every_row_has_one_owner(world_size):
-    for tokens in (0, 1, 2, 3, 7, 8, 9, 100):
-        owned = [owners.owned_rows(tokens, rank, world_size) for rank in range(world_size)]
-        assert [row for rows in owned for row in rows] == list(range(tokens))
-        assert max(map(len, owned)) == len(owned[0]) and max(map(len, owned)) - min(map(len, owned)) <= 1

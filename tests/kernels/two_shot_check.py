@@ -25,6 +25,7 @@ os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 import torch
 import torch.distributed as dist
 from kernel_cases import same
+from one_gpu_cases import SHARDED
 from symmetric_check import all_same, differing, spin_kernel
 from torch import Tensor
 
@@ -65,8 +66,15 @@ class Case:
         self.seam = Seam(Norm(1e-6), Reduce(group.name), None, True, (quant,), outputs)
         self.operands = Operands(rows(own), rows(alike), None, weight, scales)
 
-    def sharded(self) -> Seam:
-        return dataclasses.replace(self.seam, reduce=dataclasses.replace(self.seam.reduce, residual="sharded"))
+    def sharded(self, into: str = "sharded", out: str = "sharded") -> Seam:
+        reduce = dataclasses.replace(self.seam.reduce, residual_in=into, residual_out=out)
+        return dataclasses.replace(self.seam, reduce=reduce)
+
+    def without_others_residual(self, owned: range) -> Operands:
+        """NaN in the rows of the residual that this rank must not read."""
+        residual = torch.full_like(self.operands.residual, float("nan"))
+        residual[owned.start : owned.stop] = self.operands.residual[owned.start : owned.stop]
+        return dataclasses.replace(self.operands, residual=residual)
 
 
 def launches_of(channel: Channel, hidden: int, dtype: torch.dtype) -> list[TwoShot]:
@@ -111,11 +119,14 @@ def check_bits(
             if "residual" in outputs:
                 at = outputs.index("residual")
                 owned = owners.owned_rows(count, group.rank, group.world_size)
-                got, mine = two_shot.run(case.sharded(), case.operands, channel), list(expected)
-                for tensors in (got, mine):
-                    tensors[at] = tensors[at][owned.start : owned.stop]
-                if not all_same(got, mine):
-                    broken.append(f"{name} sharded")
+                for into, out in SHARDED:
+                    operands = case.operands if into == "full" else case.without_others_residual(owned)
+                    got, wanted = two_shot.run(case.sharded(into, out), operands, channel), list(expected)
+                    if out == "sharded":
+                        for tensors in (got, wanted):
+                            tensors[at] = tensors[at][owned.start : owned.stop]
+                    if not all_same(got, wanted):
+                        broken.append(f"{name}: residual {into} -> {out}")
     return broken
 
 

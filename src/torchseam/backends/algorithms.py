@@ -131,7 +131,7 @@ def chooser(
         seam_json: str, tokens: int, hidden: int, dtype: torch.dtype, weight_dtype: torch.dtype | None
     ) -> Choice:
         seam = Seam.from_json(seam_json)
-        sharded = seam.reduce is not None and seam.reduce.residual == "sharded"
+        sharded = seam.reduce is not None and seam.reduce.sharded
         sent = result_bytes(seam, hidden, dtype, weight_dtype)
         shape = Shape(world_size, tokens, hidden * dtype.itemsize, sent)
         return choose(capability, shape, slot_bytes, sharded=sharded, two_shot=two_shot, model=model)

@@ -61,6 +61,8 @@ class FlashInfer:
         x = operands.x
         if x.dtype not in ACTIVATIONS:
             return f"activations are {x.dtype}; its workspace is for 16-bit ones"
+        if seam.reduce is not None and seam.reduce.residual_in == "sharded":
+            return "the rows of the residual are with their owners; it needs all of them on every rank"
         hidden = x.shape[-1]
         limit = self._limits.get(hidden)
         if limit is None:

@@ -34,6 +34,7 @@ from torchseam.compiler.report import (
 )
 from torchseam.compiler.reuse import reuse
 from torchseam.compiler.rewrite import rewrite
+from torchseam.compiler.shard import shard
 from torchseam.compiler.user_passes import as_passes, identities
 from torchseam.config import LOG_VARIABLE, SeamConfig
 from torchseam.seam import Seam
@@ -104,6 +105,7 @@ def run_pass(graph: Graph, config: SeamConfig) -> GraphReport:
     for chain in decided.chains:
         seam, call = rewrite(graph, chain, config.backend, replaced)
         calls[call] = seam
+    residuals = shard(calls) if config.shard_residual else ()
     fused = {call: _describe(seam, call) for call, seam in calls.items() if seam.reduce is not None or seam.quants}
     if calls:
         stable_topological_sort(graph)
@@ -118,6 +120,7 @@ def run_pass(graph: Graph, config: SeamConfig) -> GraphReport:
         decided.exact_norms,
         nodes,
         time.perf_counter() - started,
+        residuals=residuals,
     )
 
 

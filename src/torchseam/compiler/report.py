@@ -94,6 +94,17 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """A residual that a seam with an all_reduce emits, where `SeamConfig.shard_residual` is on.
+
+    full: why all its rows are on every rank; '' where each stays with its owner.
+    """
+
+    full: str
+    source: str
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One compilation of a graph. `plain_norms` counts norms that are no seam (no all_reduce, no quantiser).
 
@@ -108,6 +119,7 @@ class GraphReport:
     seconds: float = 0.0
     from_cache: bool = False
     frame: str = ""
+    residuals: tuple[Residual, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,6 +218,7 @@ def graph_to_dict(graph: GraphReport) -> dict[str, Any]:
         **{k: getattr(graph, k) for k in ("plain_norms", "exact_norms", "nodes", "seconds", "from_cache", "frame")},
         "fused": [{**_fields(f), "seam": json.loads(f.seam.to_json()), "kind": f.kind} for f in graph.fused],
         "refused": [{**_fields(r), "reason": r.reason.name, "remedy": r.remedy} for r in graph.refused],
+        "residuals": [_fields(r) for r in graph.residuals],
     }
 
 
@@ -222,7 +235,8 @@ def graph_from_dict(data: dict[str, Any]) -> GraphReport:
         Refusal(**{k: v for k, v in r.items() if k not in ("remedy", "reason")}, reason=Reason[r["reason"]])
         for r in data["refused"]
     )
-    return GraphReport(**{**data, "fused": fused, "refused": refused})
+    residuals = tuple(Residual(**r) for r in data["residuals"])
+    return GraphReport(**{**data, "fused": fused, "refused": refused, "residuals": residuals})
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -292,6 +306,9 @@ def render(report: FusionReport) -> Any:
         parts.append(
             Text(f"{_count(exact, 'norm')} without all_reduce or quantiser: torchseam's operator (exact=True)")
         )
+    for full, count in Counter(r.full for g in graphs for r in g.residuals).items():
+        where = f"all its rows on every rank: {full}" if full else "each row with its owner"
+        parts.append(Text(f"{_count(count, 'residual')} between seams, {where}"))
     for name, count in report.gemms.items():
         parts.append(Text(f"{_count(count, 'quantised linear layer')}: {name}"))
     for known in report.backends():

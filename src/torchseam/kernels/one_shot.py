@@ -286,10 +286,11 @@ def run(
 
     Collective: all ranks call it with the same seam, shapes, dtypes and launch. A seam with several
     quantisers takes one launch more for each after the first. x must fit in `channel.slot_bytes`.
-    ValueError for a sharded residual (every rank adds it to every row), and for a launch of more threads than packets.
+    ValueError where the residual that is read is sharded (every rank adds it to every row), and for a launch of more
+    threads than packets.
     """
-    if seam.reduce is not None and seam.reduce.residual != "full":
-        raise ValueError(f"the residual is {seam.reduce.residual}; one-shot needs all of its rows on every rank")
+    if seam.reduce is not None and seam.reduce.residual_in != "full":
+        raise ValueError(f"the residual is {seam.reduce.residual_in}; one-shot needs all of its rows on every rank")
     return run_seam(seam, operands, lambda call: _launch(call, channel, launch, watch), local.launch_quantizer)
 
 

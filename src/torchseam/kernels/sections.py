@@ -56,7 +56,7 @@ def sections(seam: Seam, hidden: int, dtype: torch.dtype, weight_dtype: torch.dt
     Rows of H elements of `dtype`; `weight_dtype` is that of the norm's weight, None without one.
     """
     row = _ceil_div(hidden * dtype.itemsize, PACKET)
-    gathers_residual = seam.reduce is None or seam.reduce.residual == "full"
+    gathers_residual = seam.reduce is None or seam.reduce.residual_out == "full"
     sends_norm = "norm" in seam.outputs or len(seam.quants) > 1
     codes, scales = _quantized(hidden, seam.quants[0]) if seam.quants else (0, 0)
     of_norm = norm_dtype(dtype, weight_dtype, seam.norm)

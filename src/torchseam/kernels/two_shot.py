@@ -369,9 +369,9 @@ def run(
 ) -> list[Tensor]:
     """`reference.run` of a seam that reduces, on every rank of the channel, by one launch; `one_shot.run`'s bits.
 
-    Collective, and several quantisers: as `one_shot.run`. Where `seam.reduce.residual` is `sharded` the rows of
-    residual_out that others own (`owned_rows`) stay as they were allocated. ValueError where `two_shot_bytes` are not
-    in a slot, and for a launch of more threads than packets.
+    Collective, and several quantisers: as `one_shot.run`. It reads no rows of the residual that others own
+    (`owned_rows`), and writes none where `residual_out` is `sharded`. ValueError where `two_shot_bytes` are not in a
+    slot, and for a launch of more threads than packets.
     """
     needed = two_shot_bytes(seam, operands, channel.world_size)
     if needed > channel.slot_bytes:
