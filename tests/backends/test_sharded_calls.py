@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from torchseam.backends import flashinfer_run, symmetric
+from torchseam.backends import algorithms, flashinfer_run, symmetric
 from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
@@ -39,7 +39,8 @@ def backend(monkeypatch) -> symmetric.Symmetric:
     made = object.__new__(symmetric.Symmetric)
     made._group = types.SimpleNamespace(world_size=WORLD_SIZE)
     made._workspace = types.SimpleNamespace(channel=types.SimpleNamespace(slot_bytes=1 << 20))
-    made._watch = made._tuned = None
+    made._watch = made._tuned = made._no_two_shot = None
+    made._choose = algorithms.chooser((9, 0), WORLD_SIZE, 1 << 20)
     monkeypatch.setattr(symmetric.Symmetric, "_follow_last_call", lambda self: None)
     monkeypatch.setattr(symmetric.local_backend, "has_kernel_for", lambda x, quants: True)
     monkeypatch.setattr(one_shot, "run", lambda *_, **__: ["one-shot"])

@@ -132,7 +132,7 @@ def test_as_shipped_few_rows_take_one_shot():
 
 
 def codes_only(residual: str = "full") -> Seam:
-    return Seam(Norm(1e-6, "none"), Reduce("group", residual=residual), None, True, (Quant("fp8_token"),), ())
+    return Seam(Norm(1e-6, "none"), Reduce("group", residual_in=residual), None, True, (Quant("fp8_token"),), ())
 
 
 def rows(tokens: int, hidden: int = 256, dtype: torch.dtype = torch.bfloat16) -> Operands:

@@ -13,7 +13,7 @@ ALPHA = 3.866
 #: Bytes that a rank pushes in a us.
 BETA = 331790
 #: us from a push to the end of the wait for it: ALPHA less the time of the local kernel for one short row.
-HOP = 1.546
+HOP = 2.286
 #: (bytes of a row, T) -> us.
 MEASURED = {
     (8192, 1): 3.47,
