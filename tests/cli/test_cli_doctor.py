@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,44 @@ def test_what_is_found_is_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for name in ("mnnvl", "trtllm"):
         assert (found[f"backend {name}"]["value"] is None) == (select.missing(name) is not None)
         assert found[f"backend {name}"]["note"] == (select.missing(name) or doctor._BACKEND_NOTES[name])
+    assert "MiB" in (found["symmetric, 8 ranks"]["value"] or "MiB: no Triton")
     assert result["ready"] is (not result["problems"])
     assert code == (0 if result["ready"] else 1)
+
+
+@pytest.mark.parametrize("two_shot", [True, False])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), None])
+def test_what_a_group_would_hold_and_run_is_told(
+    monkeypatch: pytest.MonkeyPatch, capability: Any, two_shot: bool
+) -> None:
+    monkeypatch.setenv("TORCHSEAM_TWO_SHOT", "1" if two_shot else "")
+    workspace = pytest.importorskip("torchseam.backends.workspace")
+    monkeypatch.setattr(doctor, "gpus", lambda: 2 if capability else 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
+    found = {f.name: f for f in map(doctor._symmetric, range(2, 9))}
+    assert list(found) == [f"symmetric, {n} ranks" for n in range(2, 9)]
+    for n, finding in zip(range(2, 9), found.values(), strict=True):
+        assert finding.value == f"{workspace.bytes_of(n, 132) / 2**20:.0f} MiB a group"
+        assert "T 1: one-shot (" in finding.note
+        assert ("1024: two-shot (modelled " in finding.note) == (n > 3 and two_shot)
+        assert two_shot or "two-shot" not in finding.note
+        # It would not fit: 1366 rows of H = 8192 for each of three, and fewer bytes for more.
+        assert ("4096: collective" in finding.note) == (n > 2)
+    measured = "4096: one-shot (measured 194 us)" in found["symmetric, 2 ranks"].note
+    assert measured == (capability == (9, 0))
+    assert "modelled" not in found["symmetric, 2 ranks"].note or not measured
+    assert all("measured" not in found[f"symmetric, {n} ranks"].note for n in range(3, 9))
+
+
+def test_without_triton_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith(("torchseam.kernels.", "torchseam.backends.workspace"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]
+    monkeypatch.delattr("torchseam.backends.workspace", raising=False)
+    finding = doctor._symmetric(2)
+    assert finding.value is None
+    assert "Triton cannot be imported" in finding.note
 
 
 def test_people_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     given = parser.parse_args()
+    os.environ["TORCHSEAM_TWO_SHOT"] = "1"  # what is off by default is checked too
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -301,6 +301,7 @@ def main() -> int:
     parser.add_argument("--table", help="I/N: this part of the table, and nothing else")
     parser.add_argument("--calls", type=int, default=100_000)
     given = parser.parse_args()
+    os.environ["TORCHSEAM_TWO_SHOT"] = "1"  # what is off by default is checked too
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

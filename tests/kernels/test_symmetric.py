@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -237,8 +238,13 @@ def open_and_run(
     store: Path,
     made: Sequence[Sequence[Channel]],
     fault: tuple[int, str, Callable[..., Any]] | None,
+    off: int | None,
 ) -> Opened:
-    """made: the channels of the first workspace, of the second, ... fault: (rank, kernel, what it does to `run`)."""
+    """made: the channels of the first workspace, of the second, ... fault: (rank, kernel, what it does to `run`).
+
+    off: the rank that does not allow two-shot.
+    """
+    os.environ[symmetric.TWO_SHOT_VARIABLE] = "" if off == rank else "1"
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
@@ -278,10 +284,12 @@ def open_and_run(
     return result
 
 
-def opened(tmp_path: Path, fault: tuple[int, str, Callable[..., Any]] | None, world_size: int = 3) -> list[Opened]:
+def opened(
+    tmp_path: Path, fault: tuple[int, str, Callable[..., Any]] | None, world_size: int = 3, off: int | None = None
+) -> list[Opened]:
     made = [make_channels(world_size, slot_bytes=2**14) for _ in range(2)]
     channels = [one[0] for one in made]
-    return run_ranks(world_size, open_and_run, world_size, tmp_path / "store", channels, fault)
+    return run_ranks(world_size, open_and_run, world_size, tmp_path / "store", channels, fault, off)
 
 
 def check_outputs(got: Sequence[Opened], world_size: int = 3) -> None:
@@ -308,6 +316,15 @@ def test_an_opened_backend_runs_both_kernels_and_leaves_what_is_too_large_to_col
         ]
         assert list(one.memory.values()) == [1234] and [name for _, name in one.memory] == ["symmetric"]
     check_outputs(got, world_size)
+
+
+def test_two_shot_runs_only_where_every_rank_allows_it(tmp_path):
+    got = opened(tmp_path, None, off=1)
+    for one in got:
+        assert (one.outcome, one.errors, one.closed) == ("ran", [], [False, False])
+        assert one.ran == ["one_shot", "one_shot"]
+        assert any("rank 1: two-shot is off (TORCHSEAM_TWO_SHOT is not 1)" in remark for remark in one.remarks)
+    check_outputs(got)
 
 
 @pytest.mark.parametrize(("spoil", "why"), [(spoiling, "not those of torch.distributed"), (raising, "no more handles")])

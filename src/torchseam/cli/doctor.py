@@ -106,14 +106,14 @@ def _symmetric(world_size: int) -> Finding:
 
     name = f"symmetric, {world_size} ranks"
     try:
-        from torchseam.backends import algorithms, link_model, workspace
+        from torchseam.backends import algorithms, link_model, symmetric, workspace
     except Exception as error:  # a broken installation of Triton raises more than ImportError
         return Finding(name, None, f"Triton cannot be imported ({type(error).__name__}: {error})")
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count if gpus() else 0
     capability = torch.cuda.get_device_capability(0) if gpus() else (0, 0)
     memory = workspace.bytes_of(world_size, multiprocessors) / 2**20
     dtype, room = torch.bfloat16, workspace.slot_bytes_of(world_size)
-    choose = algorithms.chooser(capability, world_size, room)
+    choose = algorithms.chooser(capability, world_size, room, two_shot=symmetric.two_shot_allowed())
     told = []
     for tokens in _SYMMETRIC_TOKENS:
         choice = choose(_SYMMETRIC_SEAM.to_json(), tokens, _SYMMETRIC_HIDDEN, dtype, dtype)
