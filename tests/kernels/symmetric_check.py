@@ -1,4 +1,6 @@
-"""The collective kernels on real GPUs, one rank on each: every combination, launch choice and order of calls.
+"""The `symmetric` backend on real GPUs, one rank on each: every combination, launch choice and order of calls.
+
+One-shot and two-shot alike, on one workspace; two_shot_check.py has two-shot's launches and times.
 
     PYTHONPATH=src torchrun --nproc-per-node 2 tests/kernels/symmetric_check.py [--table I/N] [--calls 100000]
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import random
 import sys
@@ -26,12 +29,15 @@ from kernel_cases import inputs, same
 from torch import Tensor
 
 from torchseam.backends import base, symmetric, workspace
-from torchseam.kernels import channel, local, one_shot, rows
+from torchseam.backends.algorithms import Model
+from torchseam.kernels import channel, local, one_shot, rows, two_shot
 from torchseam.kernels.launch import OneShot, choose_one_shot
+from torchseam.kernels.tuned import Table
 from torchseam.operands import Operands
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
 HIDDENS = (4096, 2880, 8192, 640, 5120, 7168)
+RUNS = (one_shot.run, two_shot.run)
 
 
 def reduced_seam(seam: Seam, group: base.Group, reduced: bool = False) -> Seam:
@@ -91,10 +97,12 @@ def check_table(group: base.Group, ch: channel.Channel, shard: int, shards: int)
             if not all_same(got, expected):
                 wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not same(a, b)]
                 broken.append(f"{case} {launch}: outputs {wrong} differ")
-        own = one_shot.run(reduced_seam(case.seam, group), operands, ch)
+        if not all_same(two_shot.run(seam, operands, ch), expected):
+            broken.append(f"{case}: two-shot differs")
         kept = local.run(case.seam, dataclasses.replace(shared, x=total))
-        if not all_same(own, kept):
-            broken.append(f"{case}: the seam's own outputs differ")
+        for run in RUNS:
+            if not all_same(run(reduced_seam(case.seam, group), operands, ch), kept):
+                broken.append(f"{case}: the seam's own outputs differ in {run.__module__}")
     print(
         f"rank {group.rank} table {shard + 1}/{shards}: {len(mine)} cases, {runs} launches, {len(broken)} broken",
         flush=True,
@@ -150,7 +158,7 @@ class Pool:
 
 
 def check_many_calls(group: base.Group, ch: channel.Channel, calls: int) -> list[str]:
-    """Random T, schemes and rows; one rank is stalled at random. Exact each time."""
+    """Random T, schemes, rows and kernels; one rank is stalled at random. Exact each time."""
     broken = []
     pools = [Pool(group, hidden, 600) for hidden in (4096, 8192)]
     same_on_all, own = random.Random(5), random.Random(group.rank)
@@ -162,7 +170,8 @@ def check_many_calls(group: base.Group, ch: channel.Channel, calls: int) -> list
         which, first = same_on_all.randrange(4), same_on_all.randrange(pool.tokens - count)
         if own.random() < 0.02:
             spin_kernel[(1,)](own.choice((2_000, 50_000, 1_000_000)))
-        got = one_shot.run(pool.seams[which][0], pool.operands(which, first, count), ch)
+        run = same_on_all.choice(RUNS)
+        got = run(pool.seams[which][0], pool.operands(which, first, count), ch)
         wrong += pool.wrong(which, first, count, got)
     if int(wrong):
         broken.append(f"{int(wrong)} wrong bytes")
@@ -172,7 +181,8 @@ def check_many_calls(group: base.Group, ch: channel.Channel, calls: int) -> list
 
 
 def check_graphs(group: base.Group, ch: channel.Channel) -> list[str]:
-    """50 captured graphs of different T replayed in random order, mixed with eager calls, inputs changing."""
+    """50 captured graphs of different T, half of each kernel, replayed in random order, mixed with eager calls; inputs
+    change."""
     pool = Pool(group, 4096, 600)
     rng = random.Random(9)
     graphs = []
@@ -181,20 +191,20 @@ def check_graphs(group: base.Group, ch: channel.Channel) -> list[str]:
         static = dataclasses.replace(
             pool.operands(which, 0, count), x=pool.x[:count].clone(), residual=pool.residual[:count].clone()
         )
-        one_shot.run(pool.seams[which][0], static, ch)
+        run = RUNS[index // 4 % 2]
+        run(pool.seams[which][0], static, ch)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = one_shot.run(pool.seams[which][0], static, ch)
+            got = run(pool.seams[which][0], static, ch)
         graphs.append((graph, count, which, static, got))
     wrong = torch.zeros((), dtype=torch.int64, device=group.device)
     for _ in range(2000):
         if rng.random() < 0.3:
             count, which = rng.choice((1, 5, 64, 150)), rng.randrange(4)
             first = rng.randrange(pool.tokens - count)
-            wrong += pool.wrong(
-                which, first, count, one_shot.run(pool.seams[which][0], pool.operands(which, first, count), ch)
-            )
+            run = rng.choice(RUNS)
+            wrong += pool.wrong(which, first, count, run(pool.seams[which][0], pool.operands(which, first, count), ch))
         else:
             graph, count, which, static, got = rng.choice(graphs)
             first = rng.randrange(pool.tokens - count)
@@ -206,20 +216,21 @@ def check_graphs(group: base.Group, ch: channel.Channel) -> list[str]:
 
 
 def check_followers(group: base.Group, ch: channel.Channel) -> list[str]:
-    """What follows reads what is there: T in 1, 2, 4, 16; our kernel, a plain one and Inductor's, each 10,000 times."""
+    """What follows reads what is there: T in 1, 2, 4, 16; our kernel, a plain one and Inductor's, each 10,000 times
+    behind each of our two collective kernels."""
     pool = Pool(group, 4096, 64)
     broken = []
     compiled = torch.compile(lambda r: (r.float() * 2.0 + 1.0).bfloat16())
     after = Seam(Norm(1e-6, "none"), quants=(Quant("fp8_token"),), outputs=("norm",))
-    for count in (1, 2, 4, 16):
+    for count, run in itertools.product((1, 2, 4, 16), RUNS):
         seam, operands = pool.seams[0][0], pool.operands(0, 0, count)
         residual = pool.seams[0][2][0][:count].clone()
         expected = [*local.run(after, Operands(residual)), (residual.float() * 2.0 + 1.0).bfloat16()]
 
-        def chain(seam: Seam = seam, operands: Operands = operands) -> list[Tensor]:
-            out = one_shot.run(seam, operands, ch)
+        def chain(seam: Seam = seam, operands: Operands = operands, run=run) -> list[Tensor]:
+            out = run(seam, operands, ch)
             # Each call's input is what the call before gave: the reader of x must wait as well.
-            again = one_shot.run(seam, dataclasses.replace(operands, residual=out[0]), ch)
+            again = run(seam, dataclasses.replace(operands, residual=out[0]), ch)
             return [*local.run(after, Operands(out[0])), compiled(out[0]), again[0]]
 
         last = total_of([pool.total[:count], residual])
@@ -235,7 +246,7 @@ def check_followers(group: base.Group, ch: channel.Channel) -> list[str]:
             graph.replay()
             wrong += differing(got, [*expected, last])
         if int(wrong):
-            broken.append(f"T={count}: {int(wrong)} wrong bytes")
+            broken.append(f"T={count} {run.__module__}: {int(wrong)} wrong bytes")
     return broken
 
 
@@ -243,17 +254,18 @@ def check_rows_alone(group: base.Group, ch: channel.Channel) -> list[str]:
     """One row alone has the bits it has among 4096; and all ranks have the same bits."""
     pool = Pool(group, 4096, 4096)
     broken = []
-    for which in range(4):
-        whole = one_shot.run(pool.seams[which][0], pool.operands(which, 0, 4096), ch)
+    for which, run in itertools.product(range(4), RUNS):
+        name = f"scheme {which} {run.__module__}"
+        whole = run(pool.seams[which][0], pool.operands(which, 0, 4096), ch)
         if int(pool.wrong(which, 0, 4096, whole)):
-            broken.append(f"scheme {which}: T=4096 differs from the local kernel")
+            broken.append(f"{name}: T=4096 differs from the local kernel")
         for first in (0, 1, 131, 132, 2047, 4095):
-            alone = one_shot.run(pool.seams[which][0], pool.operands(which, first, 1), ch)
+            alone = run(pool.seams[which][0], pool.operands(which, first, 1), ch)
             if not all_same(alone, [t[first : first + 1] for t in whole]):
-                broken.append(f"scheme {which}: row {first} alone differs")
+                broken.append(f"{name}: row {first} alone differs")
         sums = [int(t.view(torch.uint8).long().sum()) for t in whole]
         if any(other != sums for other in base.agree(group, sums)):
-            broken.append(f"scheme {which}: the ranks differ")
+            broken.append(f"{name}: the ranks differ")
     return broken
 
 
@@ -278,13 +290,40 @@ def check_payloads(group: base.Group, ch: channel.Channel) -> list[str]:
         residual = torch.ones_like(rows)
         total = total_of(terms)
         expected = [total, *local.run(seam, Operands(total, residual))]
-        for _ in range(4):
-            got = one_shot.run(reduced_seam(seam, group, reduced=True), Operands(terms[group.rank], residual), ch)
+        for run in (*RUNS, *RUNS, *RUNS):
+            got = run(reduced_seam(seam, group, reduced=True), Operands(terms[group.rank], residual), ch)
             if not all_same(got, expected):
-                broken.append(f"{dtype}: differs")
-        minus = one_shot.run(reduced_seam(seam, group, reduced=True), Operands(rows[:1], residual[:1]), ch)
-        if not bool((minus[0].view(integer) == rows[:1].view(integer)).all()):
-            broken.append(f"{dtype}: the sum of -0.0 is not -0.0")
+                broken.append(f"{dtype} {run.__module__}: differs")
+        for run in RUNS:
+            minus = run(reduced_seam(seam, group, reduced=True), Operands(rows[:1], residual[:1]), ch)
+            if not bool((minus[0].view(integer) == rows[:1].view(integer)).all()):
+                broken.append(f"{dtype} {run.__module__}: the sum of -0.0 is not -0.0")
+    return broken
+
+
+def check_choice(group: base.Group, made: workspace.Workspace) -> list[str]:
+    """The backend's own choice, by a model in which a hop costs nothing, so that two ranks take both kernels."""
+    broken = []
+    model = Model(alpha=0.0, hop=0.0, least_gain=1.0001, least_ranks=2)
+    capability = min(tuple(c) for c in base.agree(group, torch.cuda.get_device_capability(group.device)))
+    backend = symmetric.Symmetric(group, made, Table(), capability, model=model)
+    pool = Pool(group, 4096, 300)
+    taken = set()
+    for which, count in itertools.product(range(4), (1, 2, 3, 16, 133, 300)):
+        whole, operands = pool.seams[which][0], pool.operands(which, 0, count)
+        # Without the residual owners send less than half of a row; with it more than two ranks save.
+        for seam, first in ((whole, 0), (dataclasses.replace(whole, outputs=()), 1)):
+            if (refusal := backend.refuses(seam, operands)) is not None:
+                broken.append(f"T={count} {seam.to_json()}: {refusal}")
+                continue
+            algorithm = backend.choice(seam, operands).algorithm
+            taken.add(algorithm)
+            if any(other != algorithm for other in base.agree(group, algorithm)):
+                broken.append(f"T={count} {seam.to_json()}: the ranks choose differently")
+            elif not all_same(backend.run(seam, operands), [t[:count] for t in pool.seams[which][2][first:]]):
+                broken.append(f"T={count} {seam.to_json()} {algorithm}: differs")
+    if taken != {"one_shot", "two_shot"}:
+        broken.append(f"only {taken} was taken")
     return broken
 
 
@@ -319,6 +358,8 @@ def main() -> int:
         made = backend._workspace
         ch = made.channel
         checks = {
+            "self-tests": lambda: list(backend.remarks),
+            "choice": lambda: check_choice(group, made),
             "payloads": lambda: check_payloads(group, ch),
             "rows alone": lambda: check_rows_alone(group, ch),
             "graphs": lambda: check_graphs(group, ch),
