@@ -179,6 +179,7 @@ def launches(bench: Bench, backend: symmetric.Symmetric, scheme: str, hidden: in
 
 
 def main() -> None:
+    measuring.launch_as_shipped()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, help="CSV file to write")
     parser.add_argument("--commit", help="what to write into the file as the commit, where git cannot tell")

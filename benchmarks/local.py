@@ -178,6 +178,7 @@ def launches(shapes: list[Shape]) -> None:
 
 
 def main() -> None:
+    measuring.launch_as_shipped()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, help="CSV file to write")
     parser.add_argument("--append", action="store_true", help="add to --out instead of writing it anew")

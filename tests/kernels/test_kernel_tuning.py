@@ -20,6 +20,7 @@ US = {4: 9.0, 8: 10.0, 16: 5.0, 32: 12.0}
 def machine(monkeypatch, tmp_path):
     """A GPU by name only: operands are on the CPU, where the kernels are interpreted."""
     monkeypatch.setenv("TORCHSEAM_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHSEAM_TUNED", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     gpu = types.SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)

@@ -182,7 +182,7 @@ def test_a_group_of_one_rank_and_a_backend_without_owners_have_full_residuals(on
 def test_the_report_tells_and_survives_json(one_rank, fresh_dynamo):
     with sharded_rows.poisoned(pretended=True):
         report = graphs.run_fused(Layers(returned, pretend_group(4)), *inputs(), config=ON).report
-    assert [residual.source.split(":")[0] for residual in report.residuals] == ["compiler/test_shard.py"] * 2
+    assert [residual.source.split(":")[0] for residual in report.residuals] == ["compiler/test_shard_residuals.py"] * 2
     assert graph_from_dict(json.loads(json.dumps(graph_to_dict(report)))) == report
     text = str(FusionReport([report]))
     assert "1 residual between seams, each row with its owner" in text
