@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from triton import knobs
+from kernel_builds import disassembled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -45,6 +43,7 @@ class Built:
 
     ptx: str
     ttgir: str
+    sass: str
     registers: int
     stack: int
 
@@ -112,19 +111,10 @@ def build(
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack = _usage(compiled.asm["cubin"])
-    return Built(compiled.asm["ptx"], compiled.asm["ttgir"], registers, stack)
-
-
-def _usage(cubin: bytes) -> tuple[int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", disassembled(compiled, "cuobjdump", "-res-usage"))
+    assert usage
+    sass = disassembled(compiled, "nvdisasm", "-c")
+    return Built(compiled.asm["ptx"], compiled.asm["ttgir"], sass, int(usage[1]), int(usage[2]))
 
 
 def shared_packets(ttgir: str) -> list[str]:
@@ -146,3 +136,30 @@ def shared_packets(ttgir: str) -> list[str]:
         if shared:
             broken.append(f"{lanes} lanes in {text}")
     return broken
+
+
+def scattered_polls(sass: str) -> tuple[int, list[str]]:
+    """How many loops wait for packets, and those behind which the threads of a warp do not meet again at once.
+
+    The last thing that a loop does is a branch back to its label. Behind it must come what makes threads wait for
+    each other, before they exchange anything (SHFL), pass a barrier (BAR), wait for other packets or are done.
+    """
+    lines = sass.splitlines()
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_\w+):", line))}
+    polls, scattered = 0, []
+    for end, line in enumerate(lines):
+        branch = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        start = labels.get(branch[1], end) if branch else end
+        body = lines[start:end]
+        if start >= end or not any("STRONG" in x and "LD" in x for x in body) or any("BAR.SYNC" in x for x in body):
+            continue
+        polls += 1
+        behind = next((x for x in lines[end + 1 :] if re.search(_MEETING + "|" + _TOO_LATE, x)), "")
+        if not re.search(_MEETING, behind):
+            scattered.append("\n".join(lines[start : end + 20]))
+    return polls, scattered
+
+
+#: Instructions at which threads of a warp wait for each other, and those before which they must have.
+_MEETING = r"\bBSYNC\b|\bWARPSYNC\b|\bBRA\.DIV\b"
+_TOO_LATE = r"\bSHFL\b|\bBAR\.|\bLDG?\.\S*STRONG|\bEXIT\b"

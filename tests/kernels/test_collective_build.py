@@ -9,7 +9,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import torch  # noqa: E402
-from collective_builds import Built, build, shared_packets  # noqa: E402
+from collective_builds import Built, build, scattered_polls, shared_packets  # noqa: E402
 
 from torchseam.kernels import one_shot, two_shot  # noqa: E402
 from torchseam.kernels.launch import OneShot, TwoShot  # noqa: E402
@@ -65,6 +65,13 @@ def check(built: Built, name: str) -> None:
     assert PACKET_STORE in built.ptx and PACKET_LOAD in built.ptx
     assert set(re.findall(r"\b(?:st|ld)\.relaxed\S*", built.ptx)) <= {PACKET_STORE, PACKET_LOAD}
     assert shared_packets(built.ttgir) == []
+    check_polls(built)
+
+
+def check_polls(built: Built) -> None:
+    polls, scattered = scattered_polls(built.sass)
+    assert polls > 0
+    assert scattered == [], "threads of a warp part at a poll and do not meet again"
 
 
 @pytest.mark.parametrize("arch", [90, 100])
@@ -87,10 +94,31 @@ def test_more_threads_than_packets_are_found(module, launch):
         build(module, name, *case("group-w4"), 90, launch=launch)
 
 
-@pytest.mark.parametrize("module", [one_shot, two_shot])
-def test_a_watched_kernel_builds(module):
-    built = build(module, f"{module.__name__.rpartition('.')[2]}_kernel", *case("static-w2"), 90, watch=True)
+#: The kernels in which ptxas 12.8 and 13 let threads part at the first poll when the loop had a trap in it.
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(one_shot, "token-w8"), (two_shot, "token-w8"), (two_shot, "static-w8-few"), (two_shot, "group-w4")],
+)
+def test_a_watched_kernel_builds_and_threads_meet_again_behind_each_poll(module, name):
+    built = build(module, f"{module.__name__.rpartition('.')[2]}_kernel", *case(name), 90, watch=True)
     assert "trap" in built.ptx and "%globaltimer" in built.ptx
+    check_polls(built)
+
+
+POLL = """
+.L_x_1:
+ ISETP.NE.AND P1, PT, R24, -0x1, PT ;
+ @!P1 BRA `(.L_x_2) ;
+ LDG.E.128.STRONG.SYS R24, desc[UR18][R32.64] ;
+ @!P2 BRA `(.L_x_1) ;
+.L_x_2:
+"""
+
+
+@pytest.mark.parametrize(("behind", "found"), [("BSYNC B0", 0), ("BRA.DIV UR13, `(.L_x_9)", 0), ("", 1)])
+def test_threads_that_do_not_meet_again_are_found(behind, found):
+    polls, scattered = scattered_polls(f"{POLL} {behind} ;\n SHFL.IDX PT, R25, R25, R0, 0x1f ;\n BSYNC B1 ;\n")
+    assert (polls, len(scattered)) == (1, found)
 
 
 def test_a_gpu_without_the_conversion_to_e4m3_and_early_launch_has_a_kernel_too():

@@ -124,8 +124,13 @@ def load_packets(pointers, mask, PTX: tl.constexpr):
     return first, second, third, fourth
 
 
-def _poll(before: str = "", after_each_load: str = "") -> str:
-    """PTX: packets ($5 to $8 as read before, at $4) read again until no word is ABSENT, into $0 to $3."""
+def _poll(before: str = "", after_each_load: str = "", behind: str = "") -> str:
+    """PTX: packets ($5 to $8 as read before, at $4) read again until no word is ABSENT, into $0 to $3.
+
+    The loop ends in one place, where the threads of a warp wait for each other: what Triton does next within a warp
+    (shuffles, a barrier before packets are cleared) is only right where they run together, and ptxas does not always
+    see to that behind a loop that it finds in inline assembly.
+    """
     return f"""
         {{
         .reg .pred absent;
@@ -144,26 +149,29 @@ def _poll(before: str = "", after_each_load: str = "") -> str:
         {after_each_load}
         bra again;
         there:
+        bar.warp.sync 0xffffffff;
+        {behind}
         }}
         """
 
 
 _POLL = tl.constexpr(_poll())
-# After $9 nanoseconds $11 is stored at $10, and then it traps if $12 is not 0.
+# After $9 nanoseconds $11 is stored at $10, and then it traps if $12 is not 0. That comes behind the loop: with a trap
+# in it, ptxas 12.8 (Triton 3.6) put the place where the threads meet again behind the whole kernel.
 _WATCHED_POLL = tl.constexpr(
     _poll(
-        """.reg .pred early, traps;
+        """.reg .pred late, traps;
         .reg .u64 start, now;
+        setp.ne.s32 late, 0, 0;
         mov.u64 start, %globaltimer;""",
         """mov.u64 now, %globaltimer;
         sub.u64 now, now, start;
-        setp.le.u64 early, now, $9;
-        @early bra again;
-        st.relaxed.sys.global.b64 [$10], $11;
-        fence.acq_rel.sys;
-        setp.ne.s32 traps, $12, 0;
-        @traps trap;
-        bra there;""",
+        setp.gt.u64 late, now, $9;
+        @late bra there;""",
+        """@late st.relaxed.sys.global.b64 [$10], $11;
+        @late fence.acq_rel.sys;
+        setp.ne.and.s32 traps, $12, 0, late;
+        @traps trap;""",
     )
 )
 
@@ -257,6 +265,7 @@ def exchange(value, slots, part, call, PARTS: tl.constexpr, LANES: tl.constexpr,
             setp.ne.or.s32 other, tag_high, $3, other;
             @other bra again;
             there:
+            bar.warp.sync 0xffffffff;
             }
             """,
             "=&l,=&l,l,r,r",
