@@ -23,6 +23,7 @@ FLOORS = (
     "compiler",
     "nn",
     "ops",
+    "checking",
     "tuning",
     "backends",
     "kernels",

@@ -46,7 +46,7 @@ def test_what_is_found_is_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for name in ("mnnvl", "trtllm"):
         assert (found[f"backend {name}"]["value"] is None) == (select.missing(name) is not None)
         assert found[f"backend {name}"]["note"] == (select.missing(name) or doctor._BACKEND_NOTES[name])
-    assert "MiB" in (found["symmetric, 8 ranks"]["value"] or "MiB: no Triton")
+    assert ("symmetric, 2 ranks" in found) == (torch.cuda.is_available() and torch.cuda.device_count() > 1)
     assert result["ready"] is (not result["problems"])
     assert code == (0 if result["ready"] else 1)
 

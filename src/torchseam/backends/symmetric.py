@@ -33,8 +33,8 @@ NAME = "symmetric"
 #: Seconds after which a wait for another rank stops the kernel and says who waited for whom. Not set: for ever.
 WATCHDOG_VARIABLE = "TORCHSEAM_WATCHDOG"
 
-#: Two-shot runs where this is 1 on every rank, and a sharded residual with it. Off until `one_gpu_check.py` has been seen
-#: to pass on a GPU: on 2026-12-01 one kernel was wrong, which is mended since (`packets._poll`) but was not run again.
+#: Two-shot runs where this is 1 on every rank, and a sharded residual with it. Off until `one_gpu_check.py` has been
+#: seen to pass on a GPU: on 2026-12-01 one kernel was wrong, which is mended since (`packets._poll`) and not run again.
 TWO_SHOT_VARIABLE = "TORCHSEAM_TWO_SHOT"
 
 _MOST_RANKS = 8

@@ -76,12 +76,30 @@ def demo(
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run each backend that can run here, and compare it with the reference.")
+    ] = False,
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="With --check: ranks of the collective backends; default: 8, 4 or 2, as there are GPUs."),
+    ] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="With --check: each norm with each quantiser; many minutes.")
+    ] = False,
+    multicast: Annotated[
+        bool, typer.Option("--multicast", help="With --check: mnnvl too, which uses NVLink multicast.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks, and what ranks and libraries write.")
+    ] = False,
 ) -> None:
-    """Say what this machine has for torchseam, and what it lacks; exit code 1 when the demo cannot run."""
+    """Say what this machine has for torchseam, and what it lacks; exit code 1 when the demo cannot run, or when a
+    backend that was checked is wrong."""
     with _answers(debug):
-        ready = doctor_module.run_doctor(as_json)
+        ready = doctor_module.run_doctor(
+            as_json, check=check, ranks=ranks, thorough=thorough, multicast=multicast, debug=debug
+        )
     if not ready:
         raise typer.Exit(FAILED)
 

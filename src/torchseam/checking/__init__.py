@@ -1,0 +1,1 @@
+"""Running every kind of seam on this machine, and comparing it with the reference (`torchseam doctor --check`)."""
