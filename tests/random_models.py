@@ -262,13 +262,12 @@ def expected(plan: ModelPlan) -> list[Counter[str]]:
 
 
 def _walk(plan: ModelPlan) -> Iterator[tuple[BlockPlan, torch.dtype, bool]]:
-    """Blocks with the dtype of the stream before them, and whether that stream is a sum that no norm has read yet."""
-    stream, unfinished = plan.stream_dtype, False
+    """Blocks with the dtype of the stream before them, and whether that stream is an all_reduce's own sum."""
+    stream, is_sum = plan.stream_dtype, False
     for block in plan.blocks:
-        yield block, stream, unfinished
+        yield block, stream, is_sum
         summand = _widens(block.inner, block.weight_dtype, plan.dtype)
-        normed = block.inner is not None or block.norm is not None or block.branch is not None
-        unfinished = bool(block.groups) and block.residual == "none" and not normed
+        is_sum = bool(block.groups) and block.inner is None and block.residual == "none"
         stream = torch.promote_types(summand, stream) if block.residual in ("left", "right") else summand
 
 
@@ -292,15 +291,13 @@ def sharded_residuals(plan: ModelPlan) -> int:
     return count
 
 
-def _expected_of(block: BlockPlan, dtype: torch.dtype, stream: torch.dtype, unfinished: bool) -> list[Counter[str]]:
+def _expected_of(block: BlockPlan, dtype: torch.dtype, stream: torch.dtype, stream_is_sum: bool) -> list[Counter[str]]:
     schemes = _schemes(block.quantisers) if block.norm is not None else []
     branch = [] if block.branch is None or block.branch[1] is None else _schemes((block.branch[1],))
     reduces = bool(block.groups)
     adds = _adds(block, dtype, stream)
     alone = block.residual == "none"
-    # Where only the stream is a sum, it is the sum that the seam begins with, and the block's own value its residual.
-    takes_stream = unfinished and not reduces and adds and block.residual in ("left", "right")
-    lead = ["all_reduce"] if reduces or takes_stream else []
+    lead = ["all_reduce"] if reduces else []
     seams: list[list[str]] = []
     # Which norm gets the sum: the block's own, else the branch, which reads the same h.
     tails = [t for t, there in ((schemes, block.norm is not None), (branch, block.branch is not None)) if there]

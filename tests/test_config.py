@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import sys
+import types
 
 import pytest
 import torch
@@ -61,12 +63,16 @@ def test_the_environment_sets_the_default_backend(backend, monkeypatch):
 @pytest.mark.parametrize("backend", ("trtllm", "mnnvl", "auto"))
 def test_vllms_choice_counts_where_ours_is_unset(backend, monkeypatch):
     monkeypatch.setenv("VLLM_FLASHINFER_ALLREDUCE_BACKEND", backend)
+    assert SeamConfig().backend == "auto", "another program than vLLM does not ask for it"
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     assert SeamConfig().backend == backend
+    monkeypatch.setenv("TORCHSEAM_BACKEND", "")
+    assert SeamConfig().backend == backend, "set to nothing is not set"
     monkeypatch.setenv("TORCHSEAM_BACKEND", "collective")
     assert SeamConfig().backend == "collective"
 
 
-@pytest.mark.parametrize("backend", ("", "nccl", "Collective", "flashinfer-trtllm"))
+@pytest.mark.parametrize("backend", ("nccl", "Collective", "flashinfer-trtllm"))
 @pytest.mark.parametrize("from_environment", (False, True), ids=("argument", "environment"))
 def test_an_unknown_backend_is_told_what_is_allowed_and_where_it_came_from(backend, from_environment, monkeypatch):
     if from_environment:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchseam.config import SeamConfig
+from torchseam.config import VERSION, SeamConfig
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 #: Names that need torch, imported when first used: `import torchseam` alone stays cheap.
 _LAZY = {
@@ -24,7 +24,7 @@ _LAZY = {
     "SeamsNotFusedError": "torchseam.compiler.report",
 }
 
-__all__ = ["Norm", "Quant", "Reduce", "Seam", "SeamConfig", "__version__", *_LAZY]
+__all__ = ["Norm", "Quant", "Reduce", "Seam", "SeamConfig", "__version__", "ops", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +32,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "ops":
+        import importlib
+
+        return importlib.import_module("torchseam.ops")
     raise AttributeError(f"module 'torchseam' has no attribute {name!r}")
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchseam.seam import SCHEMES
+
+VERSION = "0.1.0"
 
 #: What DESIGN section 5 names. Those that this version does not have are known by name, so that a
 #: choice of one is answered with the reason instead of "unknown".
@@ -23,16 +26,22 @@ TUNED_VARIABLE = "TORCHSEAM_TUNED"
 
 
 def cache_dir() -> Path:
-    """TORCHSEAM_CACHE, else XDG_CACHE_HOME/torchseam, else ~/.cache/torchseam."""
-    if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "torchseam"
-    return Path.home() / ".cache" / "torchseam"
+    """TORCHSEAM_CACHE, else XDG_CACHE_HOME/torchseam, else ~/.cache/torchseam. ValueError for a user without a home."""
+    try:
+        if own := os.environ.get(CACHE_VARIABLE):
+            return Path(own).expanduser()
+        if shared := os.environ.get("XDG_CACHE_HOME"):
+            return Path(shared) / "torchseam"
+        return Path.home() / ".cache" / "torchseam"
+    except RuntimeError as error:  # what pathlib raises for a user without a home
+        raise ValueError(f"there is no folder for the cache ({error}); set {CACHE_VARIABLE} to one") from error
 
 
 def _backend_from_environment() -> str:
-    return os.environ.get(BACKEND_VARIABLE, os.environ.get(VLLM_BACKEND_VARIABLE, "auto"))
+    own = os.environ.get(BACKEND_VARIABLE)
+    # vLLM's variable is for vLLM: another program on the machine does not ask for it.
+    theirs = os.environ.get(VLLM_BACKEND_VARIABLE) if "vllm" in sys.modules else None
+    return own or theirs or "auto"
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,8 @@ class SeamConfig:
     fuse_all_reduce: fuse seams that begin with an all_reduce.
     fuse_norm_quant: fuse (+ residual) -> RMSNorm -> quantise where there is no all_reduce.
     backend: `auto` (the best that every rank of the group can run) or one by name; the default is
-        read from TORCHSEAM_BACKEND, or else from vLLM's VLLM_FLASHINFER_ALLREDUCE_BACKEND. A backend that
-        cannot work here is a ValueError.
+        read from TORCHSEAM_BACKEND, or else, where vLLM is imported, from its
+        VLLM_FLASHINFER_ALLREDUCE_BACKEND. A backend that cannot work here is a ValueError.
     schemes: quantisation schemes that may be fused; a quantiser of another scheme stays its own op.
     strict: a compilation that leaves a seam unfused fails with `torchseam.SeamsNotFusedError`, which
         lists them all (torch wraps it: it is the `inner_exception` of the error that arrives).

@@ -181,6 +181,23 @@ def test_measured_is_what_a_row_says_and_nothing_else():
     assert link_model.MEASURED[ROW, 4096] == 194.42
 
 
+def test_only_seams_like_those_of_the_rows_count_as_measured():
+    pytest.importorskip("triton")
+    choose_of = chooser(H200, 2, ROOM)
+
+    def source(quants, dtype=torch.bfloat16, residual=True):
+        outputs = ("residual",) if residual else ()
+        seam = Seam(Norm(1e-6), Reduce("group"), None, residual, quants, outputs if quants else (*outputs, "norm"))
+        hidden = ROW // dtype.itemsize
+        return choose_of(seam.to_json(), 4096, hidden, dtype, dtype).source
+
+    assert source((Quant("fp8_static"),)) == "measured"
+    for quants in ((), (Quant("nvfp4"),), (Quant("fp8_token"),), (Quant("fp8_static"), Quant("nvfp4"))):
+        assert source(quants) == "modelled"
+    assert source((Quant("fp8_static"),), torch.float16) == source((Quant("fp8_static"),), torch.float32) == "modelled"
+    assert source((Quant("fp8_static"),), residual=False) == "modelled"
+
+
 def test_ranks_that_ask_in_another_order_choose_alike():
     """Also when the choices that are remembered are pushed out by others."""
     pytest.importorskip("triton")

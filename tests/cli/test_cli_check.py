@@ -25,7 +25,7 @@ def invoke(*options: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "problems", lambda _: [])
+    monkeypatch.setattr(doctor, "problems", list)
 
 
 @pytest.fixture

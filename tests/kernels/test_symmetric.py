@@ -285,11 +285,15 @@ def open_and_run(
 
 
 def opened(
-    tmp_path: Path, fault: tuple[int, str, Callable[..., Any]] | None, world_size: int = 3, off: int | None = None
+    tmp_path: Path,
+    fault: tuple[int, str, Callable[..., Any]] | None,
+    world_size: int = 3,
+    off: int | None = None,
+    on_rank: Callable[..., Opened] = open_and_run,
 ) -> list[Opened]:
     made = [make_channels(world_size, slot_bytes=2**14) for _ in range(2)]
     channels = [one[0] for one in made]
-    return run_ranks(world_size, open_and_run, world_size, tmp_path / "store", channels, fault, off)
+    return run_ranks(world_size, on_rank, world_size, tmp_path / "store", channels, fault, off)
 
 
 def check_outputs(got: Sequence[Opened], world_size: int = 3) -> None:
@@ -316,6 +320,17 @@ def test_an_opened_backend_runs_both_kernels_and_leaves_what_is_too_large_to_col
         ]
         assert list(one.memory.values()) == [1234] and [name for _, name in one.memory] == ["symmetric"]
     check_outputs(got, world_size)
+
+
+def test_a_watchdog_that_one_rank_cannot_read_is_everyones_before_anything_is_shared(tmp_path, monkeypatch):
+    def one_sided(rank: int, *args: Any) -> Opened:
+        os.environ[symmetric.WATCHDOG_VARIABLE] = "30s" if rank == 1 else "30"
+        return open_and_run(rank, *args)
+
+    got = opened(tmp_path, None, on_rank=one_sided)
+    for one in got:
+        assert "rank 1: TORCHSEAM_WATCHDOG is '30s'; give seconds" in one.outcome
+        assert (one.closed, one.ran, one.memory) == ([False, False], [], {})
 
 
 def test_two_shot_runs_only_where_every_rank_allows_it(tmp_path):

@@ -92,6 +92,7 @@ def choose(
     *,
     sharded: bool = False,
     two_shot: bool = True,
+    like_rows: bool = True,
     model: Model = MODEL,
 ) -> Choice:
     """The algorithm of a call between GPUs of a compute capability, the lowest of the group.
@@ -100,14 +101,21 @@ def choose(
     to see (`Choice.slot_bytes`).
     sharded: the residual is with the owners of its rows, which is two-shot's alone.
     two_shot: whether it may be taken at all.
+    like_rows: whether the call is of the kind that was measured (`is_like_rows`).
     """
     wins = two_shot and model.prefers_two_shot(shape) and shape.slot_bytes("two_shot") <= slot_bytes
     algorithm: Algorithm = "two_shot" if sharded or wins else "one_shot"
     measured = None
-    if algorithm == "one_shot" and (capability, shape.world_size) == (link_model.CAPABILITY, link_model.WORLD_SIZE):
+    there = (capability, shape.world_size) == (link_model.CAPABILITY, link_model.WORLD_SIZE)
+    if there and like_rows and algorithm == "one_shot":
         measured = link_model.MEASURED.get((shape.row_bytes, shape.tokens))
     time = model.time(algorithm, shape) if measured is None else measured
     return Choice(algorithm, shape.slot_bytes(algorithm), time, "modelled" if measured is None else "measured")
+
+
+def is_like_rows(seam: Seam, dtype: torch.dtype) -> bool:
+    """Whether the measured rows are of such seams: bf16, a residual, static FP8."""
+    return dtype == torch.bfloat16 and seam.residual and [q.scheme for q in seam.quants] == ["fp8_static"]
 
 
 def result_bytes(seam: Seam, hidden: int, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> int:
@@ -134,6 +142,7 @@ def chooser(
         sharded = seam.reduce is not None and seam.reduce.sharded
         sent = result_bytes(seam, hidden, dtype, weight_dtype)
         shape = Shape(world_size, tokens, hidden * dtype.itemsize, sent)
-        return choose(capability, shape, slot_bytes, sharded=sharded, two_shot=two_shot, model=model)
+        like = is_like_rows(seam, dtype)
+        return choose(capability, shape, slot_bytes, sharded=sharded, two_shot=two_shot, like_rows=like, model=model)
 
     return remembered

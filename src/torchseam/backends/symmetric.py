@@ -67,6 +67,7 @@ def probe(group: Group) -> str | None:
 def open_on(group: Group) -> Symmetric:
     """Collective (`base.Kind.open`)."""
     capability = _check_peers(group)
+    _check_watchdog(group)
     from torchseam.backends import workspace
 
     tuned = agreed_table(group)
@@ -108,6 +109,19 @@ def missing() -> str | None:
 
 
 KIND = Kind(NAME, probe, open_on, missing)
+
+
+def _check_watchdog(group: Group) -> None:
+    """`Unavailable` on every rank where one of them cannot read its setting: before anything is shared, so that the
+    others do not go on into a collective without it."""
+    why = None
+    try:
+        watchdog_seconds()
+    except ValueError as error:
+        why = str(error)
+    objection = verdict(group, why)
+    if objection is not None:
+        raise Unavailable(objection)
 
 
 def _check_peers(group: Group) -> tuple[int, int]:

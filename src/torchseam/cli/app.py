@@ -17,6 +17,7 @@ from torchseam.cli import tune as tune_module
 from torchseam.cli.errors import describe, is_for_the_user
 from torchseam.cli.launch import RankError
 from torchseam.cli.preflight import DEVICES, SCHEMES
+from torchseam.config import VERSION
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,9 +31,19 @@ BAD_INPUT, FAILED = 2, 1
 INTERRUPTED = 130
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"torchseam {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Options of all commands would stand here; the callback keeps the commands subcommands."""
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of all commands; the callback keeps the commands subcommands."""
 
 
 @app.command()
@@ -52,7 +63,7 @@ def demo(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only the first layers and a few tokens: under a minute.")
+        bool, typer.Option("--quick", help="Only the first layers and a few tokens: about a minute.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     debug: Annotated[
@@ -94,8 +105,8 @@ def doctor(
         bool, typer.Option("--debug", help="Show tracebacks, and what ranks and libraries write.")
     ] = False,
 ) -> None:
-    """Say what this machine has for torchseam, and what it lacks; exit code 1 when the demo cannot run, or when a
-    backend that was checked is wrong."""
+    """Say what this machine has for torchseam, and what it lacks; exit code 1 when torchseam cannot run here, or when
+    a backend that was checked is wrong."""
     with _answers(debug):
         ready = doctor_module.run_doctor(
             as_json, check=check, ranks=ranks, thorough=thorough, multicast=multicast, debug=debug

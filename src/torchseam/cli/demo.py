@@ -134,6 +134,10 @@ def run_demo(
     check_numbers(tp, scheme, tokens)
     device = choose_device(device, tp)
     check_compiler(device)
+    from torchseam.backends import select
+    from torchseam.config import SeamConfig
+
+    select.resolve(SeamConfig(exact=True).backend)  # a ValueError now, not after the model was loaded
     with contextlib.nullcontext() if debug else quiet():
         files, tokenizer, ids = prepare(model, prompt, tokens, tp, steps)
     settings = Settings(

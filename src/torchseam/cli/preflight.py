@@ -136,7 +136,7 @@ def prepare(model: Path | None, prompt: str, tokens: int, ranks: int, steps: Ste
     with steps("Loading the tokenizer"):
         tokenizer = load_tokenizer(files)
         ids = tuple(tokenizer.encode(prompt))
-    if not ids:
+    if not ids or not prompt:
         raise BadInput("--prompt gives no tokens; write some text")
     if max(ids) >= config.vocab_size:
         raise BadInput(
