@@ -8,9 +8,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
@@ -222,20 +225,43 @@ def test_ranks_that_ask_in_another_order_choose_alike():
 
 def test_a_workspace_holds_what_is_told(monkeypatch):
     pytest.importorskip("triton")
-    from types import SimpleNamespace
-
     from torchseam.backends import workspace
     from torchseam.backends.base import Group
     from torchseam.kernels.channel import buffer_bytes
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     for world_size in range(2, 9):
         slot_bytes = workspace.slot_bytes_of(world_size)
         total = buffer_bytes(world_size, slot_bytes)
         assert 0.99 * workspace.BUFFER_BYTES < total <= workspace.BUFFER_BYTES
         small = torch.empty(buffer_bytes(world_size, 4096), dtype=torch.uint8)
         group = Group("g", 0, world_size, torch.device("cpu"))
-        made = workspace.Workspace(group, small, [0] * world_size, 4096)
+        made = workspace.Workspace(group, small, [0] * world_size, 4096, 132)
         assert made.memory() == workspace.bytes_of(world_size, 132, 4096)
         others = made.memory() - small.nbytes
         assert workspace.bytes_of(world_size, 132) == total + others
+
+
+def _create_on_a_rank(rank: int, folder: str, multiprocessors: tuple[int, ...]) -> None:
+    """A workspace as on GPUs that have so many multiprocessors."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    from torchseam.backends import workspace
+    from torchseam.backends.base import Group
+
+    size = len(multiprocessors)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    properties = SimpleNamespace(multi_processor_count=multiprocessors[rank])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        patch.setattr(torch.cuda, "synchronize", lambda _: None)
+        patch.setattr(symmetric_memory, "empty", lambda n, dtype, device: torch.empty(n, dtype=dtype))
+        patch.setattr(symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[0] * size))
+        name = dist.distributed_c10d._get_default_group().group_name
+        made = workspace.create(Group(name, rank, size, torch.device("cpu")), 4096)
+    assert made.channel.multiprocessors == min(multiprocessors)
+    dist.destroy_process_group()
+
+
+def test_ranks_with_unlike_gpus_choose_launches_for_the_smallest(tmp_path):
+    pytest.importorskip("triton")
+    mp.spawn(_create_on_a_rank, (str(tmp_path), (132, 114)), nprocs=2)

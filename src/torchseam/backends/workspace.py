@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchseam.backends.base import Group, Unavailable, verdict
+from torchseam.backends.base import Group, Unavailable, agree, verdict
 from torchseam.kernels.channel import Channel, buffer_bytes, slots_words
 from torchseam.kernels.packets import ABSENT_WORD
 
@@ -39,8 +39,7 @@ def bytes_of(world_size: int, multiprocessors: int, slot_bytes: int | None = Non
 class Workspace:
     """One rank's buffer, mapped by all ranks of the group, and what the programs of a call share."""
 
-    def __init__(self, group: Group, buffer: Tensor, addresses: list[int], slot_bytes: int) -> None:
-        programs = torch.cuda.get_device_properties(group.device).multi_processor_count
+    def __init__(self, group: Group, buffer: Tensor, addresses: list[int], slot_bytes: int, programs: int) -> None:
         self._buffer: Tensor | None = buffer
         self.channel = Channel(
             rank=group.rank,
@@ -81,11 +80,14 @@ def create(group: Group, slot_bytes: int | None = None) -> Workspace:
         failure = f"{type(error).__name__}: {error}"
     _raise_alike(group, failure, "cannot allocate symmetric memory")
     assert buffer is not None
+    # Launches are chosen by it, and must be the same on all ranks: GPUs of one group can differ.
+    own = torch.cuda.get_device_properties(group.device).multi_processor_count
+    programs = min(agree(group, own))
     addresses: list[int] = []
     try:
         handle = symmetric_memory.rendezvous(buffer, group.name)  # type: ignore[arg-type]
         addresses = list(handle.buffer_ptrs)
-        workspace = Workspace(group, buffer, addresses, size)
+        workspace = Workspace(group, buffer, addresses, size, programs)
         torch.cuda.synchronize(group.device)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"

@@ -24,7 +24,8 @@ class Channel:
     counter: [1] int64, 0 before the first call. slots: int32, `slots_words(multiprocessors)` of them.
     slot_bytes: what each of a buffer's 2 * (W - 1) slots holds. The buffer and `slots` are all ABSENT words at first
     (zeros in `slots` would be tags of call 0).
-    multiprocessors: how many the GPU has; so many programs at least run at once.
+    multiprocessors: how many the smallest GPU of the group has: launches are chosen by it, the same on all ranks; so
+        many programs at least run at once.
     """
 
     rank: int
