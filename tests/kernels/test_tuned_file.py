@@ -193,6 +193,40 @@ def test_a_gpu_that_cannot_be_asked_is_no_reason_to_fail(monkeypatch, caplog):
     assert "driver gone" in warnings(caplog)[0]
 
 
+@pytest.fixture(params=["HOME may not be looked into", "no HOME and no such user", "the variable names nobody"])
+def no_folder(request, monkeypatch):
+    """What a process meets in a container that runs as a number, or as another user."""
+    monkeypatch.delenv("TORCHSEAM_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if request.param == "HOME may not be looked into":
+
+        def denied(self: Path) -> bool:
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "is_dir", denied)
+    elif request.param == "no HOME and no such user":
+
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", homeless)
+    else:
+        monkeypatch.setenv("TORCHSEAM_CACHE", "~nobody-of-this-name/cache")
+
+
+def test_without_a_folder_that_can_be_looked_at_calls_are_as_shipped_and_nobody_is_warned(no_folder, caplog):
+    caplog.set_level("INFO", logger="torchseam")
+    for _ in range(3):
+        assert tuned_file.local_launch(0, 16, 4096, torch.bfloat16, "fp8_token") == launch.choose(4096)
+    assert not warnings(caplog) and "cannot be looked at" in caplog.text
+
+
+def test_a_folder_that_cannot_be_told_is_said_with_the_remedy(monkeypatch):
+    monkeypatch.setenv("TORCHSEAM_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(ValueError, match=r"no cache folder.*name one in TORCHSEAM_CACHE"):
+        tuned_file.write(here(), ROWS)
+
+
 def test_the_environment_can_turn_the_table_off(monkeypatch):
     written()
     monkeypatch.setenv("TORCHSEAM_TUNED", "0")

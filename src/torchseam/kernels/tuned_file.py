@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchseam.config import TUNED_VARIABLE, cache_dir
+from torchseam.config import CACHE_VARIABLE, TUNED_VARIABLE, cache_dir
 from torchseam.kernels.launch import Launch, OneShot, choose
 from torchseam.kernels.tuned import DTYPES, LOCAL, ONE_SHOT, Choice, Chooser, Row, Shape, Table, is_legal
 from torchseam.seam import SCHEMES
@@ -70,8 +70,11 @@ def kernels_digest() -> str:
 
 
 def folder() -> Path:
-    """Where the files are."""
-    return cache_dir() / "tuned"
+    """Where the files are. Raises ValueError where that cannot be told: no variable, no HOME, no such user."""
+    try:
+        return cache_dir() / "tuned"
+    except RuntimeError as error:  # of pathlib, which found no home
+        raise ValueError(f"there is no cache folder ({error}); name one in {CACHE_VARIABLE}") from error
 
 
 def path_of(machine: Machine) -> Path:
@@ -199,9 +202,15 @@ def write(machine: Machine, rows: Iterable[Row]) -> Path:
 @functools.cache
 def load(device: int) -> Table:
     """The table that this process uses on a CUDA device: read once, whatever the file becomes."""
-    if device == _NO_DEVICE or not in_use() or not folder().is_dir():
+    if device == _NO_DEVICE or not in_use():
         return Table()
-    path: Path = folder()
+    try:
+        path = folder()
+        if not path.is_dir():
+            return Table()
+    except Exception as error:  # no HOME, or one that may not be looked into: nobody asked for tuned launches
+        _log.info("launches are as shipped: the cache cannot be looked at (%s: %s)", type(error).__name__, error)
+        return Table()
     try:
         machine = machine_of(device)
         path = path_of(machine)
