@@ -6,10 +6,12 @@ import types
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from typer.testing import CliRunner
 
 from torchseam.cli import app, tune
-from torchseam.kernels import launch, local, tuned_file
+from torchseam.kernels import launch, local, packets, tuned_file
 from torchseam.kernels.launch import Launch
 from torchseam.tuning import benches, timing
 
@@ -93,6 +95,20 @@ def test_the_kernel_asks_for_the_launch_of_its_call(monkeypatch):
     tuned = local.run(timing.seam_of(tune.Quant("fp8_token")), operands)
     assert asked == [(-1, 3, 640, torch.bfloat16, "fp8_token")]
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(given, tuned, strict=True))
+
+
+@triton.jit
+def exchange_kernel(slots_ptr, PARTS: tl.constexpr, LANES: tl.constexpr):
+    packets.exchange(tl.full((), 1.0, tl.float64), slots_ptr, 0, tl.full((), 1, tl.int64), PARTS, LANES, False)
+
+
+def test_an_exchange_with_fewer_lanes_than_parts_is_not_compiled():
+    """It would leave the last parts out of the sum."""
+    # Every part's packet is there: 1.0 beside the call's number, 1.
+    packet = torch.tensor([1, 0, 1, 0x3FF00000], dtype=torch.int32)
+    exchange_kernel[(1,)](packet.repeat(16), 16, 16)
+    with pytest.raises(Exception, match="a part without a lane"):
+        exchange_kernel[(1,)](packet.repeat(32), 32, 16)
 
 
 def test_a_row_that_no_kernel_takes_is_refused():
