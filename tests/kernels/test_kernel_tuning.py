@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources, PTXASError
 from typer.testing import CliRunner
 
 from torchseam.cli import app, tune
@@ -84,6 +85,41 @@ def test_a_launch_with_other_bits_is_not_taken(clock, monkeypatch):
     assert Launch(16) not in clock
     assert result.output.count("! ") >= 2
     assert "0 of 2 shapes" in result.output
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfResources(262160, 232448, "shared memory"),
+        PTXASError("ptxas died"),
+        RuntimeError("PassManager::run failed"),
+    ],
+)
+def test_a_launch_that_the_gpu_has_no_room_for_is_left_out_and_the_search_goes_on(error, clock, monkeypatch):
+    right = local.run
+
+    def run(seam, operands, *, launch):
+        if launch == Launch(16):
+            raise error
+        return right(seam, operands, launch=launch)
+
+    monkeypatch.setattr(local, "run", run)
+    result = CliRunner().invoke(app.app, OPTIONS)
+    assert result.exit_code == 0, result.output
+    assert Launch(16) not in clock and Launch(32) in clock
+    assert result.output.count("x ") >= 2 and "x cannot be launched on this GPU" in result.output
+    # 9 us are what is shipped for 640.
+    assert "0 of 2 shapes" in result.output and len(tuned_file.read(tuned_file.files()[0])[1].rows) == 2
+
+
+def test_a_shape_whose_shipped_launch_fails_ends_the_search_with_what_to_do(clock, monkeypatch):
+    def run(seam, operands, *, launch):
+        raise OutOfResources(262160, 232448, "shared memory")
+
+    monkeypatch.setattr(local, "run", run)
+    result = CliRunner().invoke(app.app, OPTIONS)
+    assert result.exit_code == 2, result.output
+    assert "the shipped Launch(num_warps=4) cannot be launched" in result.stderr and "leave that out" in result.stderr
 
 
 def test_the_kernel_asks_for_the_launch_of_its_call(monkeypatch):
