@@ -296,6 +296,15 @@ def test_the_defaults_cover_every_t_up_to_the_largest(one_gpu: None) -> None:
         assert all(choose(t, 4096, torch.bfloat16, "fp8_static", 1) for t in range(1, max(default) + 1))
 
 
+def test_the_documentation_says_how_much_a_run_is() -> None:
+    told = " ".join((Path(__file__).parents[2] / "docs" / "tuning.md").read_text().split())
+    settings = tune.settings_of(tune.DEFAULT_HIDDEN, tune.DEFAULT_SCHEMES, None, "bf16")
+    for kernel, ranks, tokens in ((LOCAL, 1, tune.LOCAL_TOKENS), (ONE_SHOT, 2, (*tune.ONE_SHOT_TOKENS, MANY))):
+        shapes = settings.shapes(kernel, ranks, tokens)
+        timings = sum(len(candidates(shape, MANY)) for shape in shapes)
+        assert f"{len(shapes)} shapes and {timings} timings" in told
+
+
 def test_a_narrow_terminal_gets_several_tables_and_loses_nothing(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,6 +327,7 @@ def test_a_file_with_a_bad_row_is_kept_aside_and_said(change, why, caplog):
     (told,) = warnings(caplog)
     assert str(aside) in told and why in told
     assert tuned_file.files() == [path]
+    assert tuned_file.clear() == [path, aside] and not aside.exists()
 
 
 def test_a_file_that_may_not_be_read_is_not_written_over(monkeypatch):

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 #: Goes up when what is in a file changes; files of another number are not read.
 SCHEMA = 1
 _LAUNCHES: dict[str, type[Launch] | type[OneShot]] = {LOCAL: Launch, ONE_SHOT: OneShot}
+#: How the name of a file ends that held no table when it was to be written.
+_ASIDE = ".json.bad"
 #: Of the device that tensors on the CPU have.
 _NO_DEVICE = -1
 
@@ -91,8 +93,11 @@ def files() -> list[Path]:
 
 
 def clear() -> list[Path]:
-    """Remove every file, and return which there were. Raises ValueError where one cannot be removed."""
-    removed = files()
+    """Remove every file, and those that were put aside, and return which there were.
+
+    Raises ValueError where one cannot be removed.
+    """
+    removed = [*files(), *sorted(folder().glob(f"*{_ASIDE}"))]
     for path in removed:
         try:
             path.unlink(missing_ok=True)
@@ -275,7 +280,7 @@ def _rows_before(machine: Machine, path: Path) -> Table:
             f"another folder in {CACHE_VARIABLE}"
         ) from error
     except Unreadable as error:
-        aside = path.with_suffix(".json.bad")
+        aside = path.with_suffix(_ASIDE)
         os.replace(path, aside)
         _log.warning("%s: %s; none of its rows are used, it is kept as %s", path, error, aside)
         return Table()
