@@ -350,6 +350,44 @@ def test_ranks_are_started_as_many_as_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert "T=9999: more than the group's workspace takes; not timed" in output
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_keeps_each_shape_when_it_is_done(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """What a rank does, without GPUs: it stops in the second of two shapes."""
+    import torch.distributed as dist
+
+    from torchseam.backends import symmetric
+    from torchseam.tuning import benches
+
+    class Ranks(Bench):
+        def __init__(self, name: str, cpu_group: object, channel: object, device: torch.device) -> None:
+            assert (name, cpu_group, channel, device) == ("g", "cpu", "channel", torch.device("cuda", rank))
+
+        def takes(self, shape: Shape) -> bool:
+            return True
+
+        def same_bits(self, choice: Choice, shipped: Choice) -> bool:
+            return True
+
+        def microseconds(self, choice: Choice) -> float:
+            if self.tokens > 1:
+                raise KeyboardInterrupt
+            return 5.0
+
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id: None)
+    monkeypatch.setattr(dist, "new_group", lambda backend: "cpu")
+    default = types.SimpleNamespace(group_name="g")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
+    monkeypatch.setattr(symmetric, "open_on", lambda group: types.SimpleNamespace(channel="channel"))
+    monkeypatch.setattr(benches, "OneShotBench", Ranks)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune_rank(tune.settings_of("8192", "static", "1,2", "bf16"))
+    kept = [row.shape for row in tuned_file.read_for(tuned_file.machine_of(0)).rows]
+    assert kept == ([Shape(ONE_SHOT, 2, "fp8_static", "bfloat16", 8192, 1)] if rank == 0 else [])
+
+
 # -- What was found before -----------------------------------------------------------------------------------
 
 
