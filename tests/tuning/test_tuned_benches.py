@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchseam.kernels.channel import UNWATCHED, Watch
 from torchseam.kernels.launch import OneShot
 from torchseam.kernels.tuned import ONE_SHOT, Shape
-from torchseam.tuning import benches, timing
 from torchseam.tuning.search import CannotLaunch
 
 pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
+
+from torchseam.kernels.channel import UNWATCHED, Watch
+from torchseam.tuning import benches, timing
 
 SHAPE = Shape(ONE_SHOT, 2, "fp8_static", "bfloat16", 256, 3)
 SHIPPED, OTHER = OneShot(1), OneShot(1, pushers=4, ahead=2)
