@@ -60,6 +60,24 @@ def turned_off(rank: int) -> None:
         os.environ["TORCHSEAM_TUNED"] = "0"
 
 
+def no_home(rank: int) -> None:
+    write(row(OneShot(8, 4)))
+    if rank == 1:
+        os.environ["TORCHSEAM_CACHE"] = "~nobody-of-this-name/cache"
+
+
+def broken_driver(rank: int) -> None:
+    """Asked once for the table and again for the answer; the second fails on rank 1."""
+    write(row(OneShot(8, 4)))
+    if rank == 1:
+        tuned_file.load(0)
+
+        def broken(device: object) -> None:
+            raise RuntimeError("driver gone")
+
+        torch.cuda.get_device_properties = broken  # type: ignore[assignment]
+
+
 def smaller_gpu(rank: int) -> None:
     if rank == 0:
         properties(16)
@@ -76,6 +94,8 @@ SCENARIOS = (
     Scenario("kept as shipped on rank 2", lambda rank: write(row(OneShot(8, 4) if rank != 2 else None)), None, 1),
     Scenario("a corrupt file on rank 2", corrupt, None, 1),
     Scenario("turned off on rank 1", turned_off, None, 1),
+    Scenario("no HOME on rank 1", no_home, None, 1),
+    Scenario("a driver that fails on rank 1", broken_driver, None, 1),
     Scenario("a GPU with fewer multiprocessors on rank 0", smaller_gpu, None, 1),
     Scenario(
         "what differs is for other world sizes and kernels",

@@ -54,6 +54,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
+def two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 and an L4."""
+    gpus(monkeypatch, 2)
+    kinds = [
+        types.SimpleNamespace(name=f"NVIDIA {n}", multi_processor_count=m) for n, m in (("H200", MANY), ("L4", 58))
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", kinds.__getitem__)
+
+
 def run(*options: object, code: int = 0) -> str:
     """What the command prints: with exit code 0 to standard output, else to standard error."""
     result = CliRunner().invoke(app.app, ["tune", *map(str, options)])
@@ -102,8 +111,10 @@ def test_without_a_c_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
         (("--tokens", "1,,2"), "--tokens is '1,,2'"),
         (("--tokens", "-1"), "--tokens is '-1'"),
         (("--scheme", "static,int3"), "--scheme has 'int3'; allowed, with commas between them: fp8_static"),
-        (("--dtype", "int8"), "--dtype is 'int8'; allowed: bf16, fp16, fp32"),
+        (("--dtype", "int8"), "--dtype is 'int8'; allowed: bf16, fp16, fp32 (or bfloat16, float16, float32)"),
         (("--show", "--clear"), "cannot go together"),
+        (("--show", "--hidden", "abc"), "--hidden say what to time, and --show times nothing"),
+        (("--clear", "--scheme", "token", "--ranks", 2), "--scheme and --ranks say what to time, and --clear times"),
     ],
 )
 def test_a_bad_option_is_answered_with_what_is_allowed(
@@ -116,6 +127,51 @@ def test_a_bad_option_is_answered_with_what_is_allowed(
 def test_schemes_may_leave_their_fp8_out() -> None:
     settings = tune.settings_of("8192,4096", "static, fp8_token,nvfp4", None, "fp16")
     assert settings == tune.Settings((4096, 8192), ("fp8_static", "fp8_token", "nvfp4"), None, "float16")
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("bf16", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("fp16", "float16"),
+        ("float16", "float16"),
+        ("float32", "float32"),
+    ],
+)
+def test_a_dtype_has_two_names(given: str, dtype: str) -> None:
+    assert tune.settings_of("4096", "static", None, given).dtype == dtype
+
+
+def test_ranks_on_gpus_that_differ_are_refused_before_any_is_started(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """They would try other launches, and wait for each other."""
+    two_kinds(monkeypatch)
+    monkeypatch.setattr(tune, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    told = " ".join(run("--ranks", 2, code=2).split())
+    assert "GPU 0 NVIDIA H200 (132 multiprocessors), GPU 1 NVIDIA L4 (58 multiprocessors)" in told
+    assert "CUDA_VISIBLE_DEVICES" in told
+    assert list(cache.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, one_gpu: None, cache: Path
+) -> None:
+    (cache / "file").touch()
+    monkeypatch.setenv("TORCHSEAM_CACHE", str(cache / "file"))
+    monkeypatch.setattr(Bench, "microseconds", lambda *_: pytest.fail("it was timed"))
+    assert "cannot be written" in run(code=2)
+
+
+def test_a_setting_that_says_neither_on_nor_off_is_answered_with_what_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, one_gpu: None
+) -> None:
+    monkeypatch.setenv("TORCHSEAM_TUNED", "maybe")
+    assert "TORCHSEAM_TUNED is 'maybe'; allowed: 1, true, yes, on" in " ".join(run(code=2).split())
+    tuned_file.write(tuned_file.machine_of(0), ROWS)
+    shown = run("--show")
+    assert "TORCHSEAM_TUNED is 'maybe'; allowed: 1" in shown and "(in use)" in shown
 
 
 # -- A search ------------------------------------------------------------------------------------------------
@@ -173,6 +229,56 @@ def test_a_search_shows_every_time_and_writes_the_winners(one_gpu: None) -> None
     assert tuned_file.local_launch(0, 16, 4096, torch.bfloat16, "fp8_token") == Launch(8)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "summary"),
+    [
+        ("16", "0 of 1 shapes get another launch than shipped; all keep it: nothing was more than 3 % faster"),
+        ("1024", "1 of 1 shapes get another launch than shipped: it was more than 3 % faster, twice in a row."),
+        ("16,1024", "1 of 2 shapes get another launch than shipped; the others keep it: nothing was more than"),
+    ],
+)
+def test_the_summary_is_of_what_there_is(one_gpu: None, tokens: str, summary: str) -> None:
+    output = " ".join(run("--hidden", 4096, "--scheme", "token", "--tokens", tokens).split())
+    assert summary in output and "the same bits" in output and "use it" in output
+
+
+@pytest.mark.parametrize("value", ["0", "off"])
+def test_a_table_that_is_switched_off_is_written_and_said(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("TORCHSEAM_TUNED", value)
+    output = run("--hidden", 4096, "--scheme", "token", "--tokens", 16)
+    assert f"not used while TORCHSEAM_TUNED={value} is set" in output and "use it" not in output
+    assert len(tuned_file.files()) == 1
+    assert f"(not in use: TORCHSEAM_TUNED={value})" in run("--show")
+
+
+def stops(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
+    """Timing a shape stops after so many timings."""
+    made, real = [], Bench.microseconds
+
+    def microseconds(self: Bench, choice: Choice) -> float:
+        made.append(choice)
+        if len(made) > after:
+            raise error
+        return real(self, choice)
+
+    monkeypatch.setattr(Bench, "microseconds", microseconds)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), app.INTERRUPTED), (RuntimeError("an illegal memory access"), app.FAILED)]
+)
+def test_what_was_done_when_it_stops_is_kept(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    stops(monkeypatch, 7, error)  # 3 candidates have the right bits: in the middle of the third shape
+    told = run("--hidden", 4096, "--scheme", "token", "--tokens", "4,16,64", code=code)
+    (path,) = tuned_file.files()
+    assert f"the shapes that were done are kept in {path}" in told
+    assert [row.shape.tokens for row in tuned_file.read(path)[1].rows] == [4, 16]
+
+
 def test_progress_goes_to_standard_error(one_gpu: None) -> None:
     result = CliRunner().invoke(app.app, ["tune", "--hidden", "4096", "--scheme", "static", "--tokens", "1"])
     assert "Timing the local kernel on NVIDIA H200" in result.stderr and "4/4" in result.stderr
@@ -188,6 +294,15 @@ def test_the_defaults_cover_every_t_up_to_the_largest(one_gpu: None) -> None:
         choose = tuned_file.Table(tuple(table)).chooser(LOCAL, 1, MANY)
         assert choose is not None
         assert all(choose(t, 4096, torch.bfloat16, "fp8_static", 1) for t in range(1, max(default) + 1))
+
+
+def test_the_documentation_says_how_much_a_run_is() -> None:
+    told = " ".join((Path(__file__).parents[2] / "docs" / "tuning.md").read_text().split())
+    settings = tune.settings_of(tune.DEFAULT_HIDDEN, tune.DEFAULT_SCHEMES, None, "bf16")
+    for kernel, ranks, tokens in ((LOCAL, 1, tune.LOCAL_TOKENS), (ONE_SHOT, 2, (*tune.ONE_SHOT_TOKENS, MANY))):
+        shapes = settings.shapes(kernel, ranks, tokens)
+        timings = sum(len(candidates(shape, MANY)) for shape in shapes)
+        assert f"{len(shapes)} shapes and {timings} timings" in told
 
 
 def test_a_narrow_terminal_gets_several_tables_and_loses_nothing(
@@ -235,6 +350,44 @@ def test_ranks_are_started_as_many_as_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert "T=9999: more than the group's workspace takes; not timed" in output
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_keeps_each_shape_when_it_is_done(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """What a rank does, without GPUs: it stops in the second of two shapes."""
+    import torch.distributed as dist
+
+    from torchseam.backends import symmetric
+    from torchseam.tuning import benches
+
+    class Ranks(Bench):
+        def __init__(self, name: str, cpu_group: object, channel: object, device: torch.device) -> None:
+            assert (name, cpu_group, channel, device) == ("g", "cpu", "channel", torch.device("cuda", rank))
+
+        def takes(self, shape: Shape) -> bool:
+            return True
+
+        def same_bits(self, choice: Choice, shipped: Choice) -> bool:
+            return True
+
+        def microseconds(self, choice: Choice) -> float:
+            if self.tokens > 1:
+                raise KeyboardInterrupt
+            return 5.0
+
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id: None)
+    monkeypatch.setattr(dist, "new_group", lambda backend: "cpu")
+    default = types.SimpleNamespace(group_name="g")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
+    monkeypatch.setattr(symmetric, "open_on", lambda group: types.SimpleNamespace(channel="channel"))
+    monkeypatch.setattr(benches, "OneShotBench", Ranks)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune_rank(tune.settings_of("8192", "static", "1,2", "bf16"))
+    kept = [row.shape for row in tuned_file.read_for(tuned_file.machine_of(0)).rows]
+    assert kept == ([Shape(ONE_SHOT, 2, "fp8_static", "bfloat16", 8192, 1)] if rank == 0 else [])
+
+
 # -- What was found before -----------------------------------------------------------------------------------
 
 
@@ -259,6 +412,17 @@ def test_show_tells_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("as shipped" in line and "4.50" in line for line in shown.splitlines())
     monkeypatch.setenv("TORCHSEAM_TUNED", "0")
     assert "(not in use: TORCHSEAM_TUNED=0)" in run("--show")
+
+
+def test_show_knows_the_files_of_every_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_kinds(monkeypatch)
+    h200, l4 = (tuned_file.machine_of(device) for device in (0, 1))
+    second = tuned_file.write(l4, ROWS[:1])
+    shown = run("--show")
+    assert f"{second} (in use)" in shown and "no tuned launches for NVIDIA H200 in" in shown
+    first = tuned_file.write(h200, ROWS[:1])
+    shown = run("--show")
+    assert f"{first} (in use)" in shown and f"{second} (in use)" in shown and "no tuned launches" not in shown
 
 
 def test_show_says_of_a_broken_and_of_a_foreign_file_that_it_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

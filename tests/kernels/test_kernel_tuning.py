@@ -6,10 +6,13 @@ import types
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources, PTXASError
 from typer.testing import CliRunner
 
 from torchseam.cli import app, tune
-from torchseam.kernels import launch, local, tuned_file
+from torchseam.kernels import launch, local, packets, tuned_file
 from torchseam.kernels.launch import Launch
 from torchseam.tuning import benches, timing
 
@@ -84,6 +87,41 @@ def test_a_launch_with_other_bits_is_not_taken(clock, monkeypatch):
     assert "0 of 2 shapes" in result.output
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfResources(262160, 232448, "shared memory"),
+        PTXASError("ptxas died"),
+        RuntimeError("PassManager::run failed"),
+    ],
+)
+def test_a_launch_that_the_gpu_has_no_room_for_is_left_out_and_the_search_goes_on(error, clock, monkeypatch):
+    right = local.run
+
+    def run(seam, operands, *, launch):
+        if launch == Launch(16):
+            raise error
+        return right(seam, operands, launch=launch)
+
+    monkeypatch.setattr(local, "run", run)
+    result = CliRunner().invoke(app.app, OPTIONS)
+    assert result.exit_code == 0, result.output
+    assert Launch(16) not in clock and Launch(32) in clock
+    assert result.output.count("x ") >= 2 and "x cannot be launched on this GPU" in result.output
+    # 9 us are what is shipped for 640.
+    assert "0 of 2 shapes" in result.output and len(tuned_file.read(tuned_file.files()[0])[1].rows) == 2
+
+
+def test_a_shape_whose_shipped_launch_fails_ends_the_search_with_what_to_do(clock, monkeypatch):
+    def run(seam, operands, *, launch):
+        raise OutOfResources(262160, 232448, "shared memory")
+
+    monkeypatch.setattr(local, "run", run)
+    result = CliRunner().invoke(app.app, OPTIONS)
+    assert result.exit_code == 2, result.output
+    assert "the shipped Launch(num_warps=4) cannot be launched" in result.stderr and "leave that out" in result.stderr
+
+
 def test_the_kernel_asks_for_the_launch_of_its_call(monkeypatch):
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(tuned_file, "local_launch", lambda *call: asked.append(call) or Launch(8))
@@ -93,6 +131,20 @@ def test_the_kernel_asks_for_the_launch_of_its_call(monkeypatch):
     tuned = local.run(timing.seam_of(tune.Quant("fp8_token")), operands)
     assert asked == [(-1, 3, 640, torch.bfloat16, "fp8_token")]
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(given, tuned, strict=True))
+
+
+@triton.jit
+def exchange_kernel(slots_ptr, PARTS: tl.constexpr, LANES: tl.constexpr):
+    packets.exchange(tl.full((), 1.0, tl.float64), slots_ptr, 0, tl.full((), 1, tl.int64), PARTS, LANES, False)
+
+
+def test_an_exchange_with_fewer_lanes_than_parts_is_not_compiled():
+    """It would leave the last parts out of the sum."""
+    # Every part's packet is there: 1.0 beside the call's number, 1.
+    packet = torch.tensor([1, 0, 1, 0x3FF00000], dtype=torch.int32)
+    exchange_kernel[(1,)](packet.repeat(16), 16, 16)
+    with pytest.raises(Exception, match="a part without a lane"):
+        exchange_kernel[(1,)](packet.repeat(32), 32, 16)
 
 
 def test_a_row_that_no_kernel_takes_is_refused():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import timeit
 
 import pytest
 import torch
 
 from torchseam.kernels import tuned
-from torchseam.kernels.launch import CHOICES, Launch, OneShot, choose_one_shot
+from torchseam.kernels.launch import CHOICES, Launch, OneShot, block_of, choose_one_shot
 from torchseam.kernels.tuned import LOCAL, ONE_SHOT, Row, Shape, Table, is_legal
 from torchseam.seam import SCHEMES, Quant
 
@@ -97,12 +98,26 @@ def test_a_choice_is_not_taken_on_a_gpu_too_small_for_it():
         (OneShot(32, pushers=MANY), 200, 8192),  # nobody left to reduce
         (OneShot(32, pushers=-1), 200, 8192),
         (OneShot(32, pushers=8, ahead=0), 200, 8192),
+        (OneShot(32, pushers=8, ahead=33), 200, 8192),  # 33 rows in registers
         (Launch(64), 1, 8192),
         (Launch(5), 1, 8192),
     ],
 )
 def test_what_would_hang_or_push_twice_is_not_legal(launch, tokens, hidden):
     assert not is_legal(launch, tokens, hidden, 2, 1, MANY)
+
+
+@pytest.mark.parametrize(("hidden", "parts", "legal"), [(2048, 16, True), (4096, 32, False), (1024, 8, True)])
+def test_no_part_is_without_a_lane_in_the_exchange(hidden, parts, legal):
+    """128 elements of fp32 are 32 packets, a warp's; 16 lanes look at what the parts exchange."""
+    assert is_legal(OneShot(1, parts), 1, hidden, 4, 1, MANY) == legal
+
+
+def test_legal_parts_all_have_a_lane():
+    choices = itertools.product((2, 4), (1024, 5120, 8192, 32768), (2, 3, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32))
+    for itemsize, hidden, parts, warps in choices:
+        if is_legal(OneShot(warps, parts), 1, hidden, itemsize, 1, MANY):
+            assert parts <= block_of(hidden // parts) // 8, (itemsize, hidden, parts, warps)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

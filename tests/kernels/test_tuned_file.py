@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,7 @@ def _set(*path_and_value):
         (_set("rows", 0, "kernel", "two_shot_and_a_half"), "not known"),
         (_set("rows", 0, "microseconds", "fast"), "ValueError"),
         (_set("rows", 0, "microseconds", None), "TypeError"),
+        (_set("rows", 0, "microseconds", int("9" * 400)), "OverflowError"),
         (_set("rows", 0, "launch", {"num_warps": 8, "turbo": True}), "turbo"),
         (_set("rows", 0, "launch", {"num_warps": "8"}), "num_warps of a launch is '8'"),
         (_set("rows", 0, "launch", {"num_warps": 7}), "cannot be launched"),
@@ -163,6 +166,8 @@ def test_a_file_that_is_not_as_it_should_be_is_ignored_with_one_warning(change, 
     assert len(warnings(caplog)) == 1
     assert str(path) in warnings(caplog)[0] and why in warnings(caplog)[0]
     assert "torchseam tune" in warnings(caplog)[0]
+    with pytest.raises(tuned_file.Unreadable, match=re.escape(why)):
+        tuned_file.read(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b"null"])
@@ -193,6 +198,40 @@ def test_a_gpu_that_cannot_be_asked_is_no_reason_to_fail(monkeypatch, caplog):
     assert "driver gone" in warnings(caplog)[0]
 
 
+@pytest.fixture(params=["HOME may not be looked into", "no HOME and no such user", "the variable names nobody"])
+def no_folder(request, monkeypatch):
+    """What a process meets in a container that runs as a number, or as another user."""
+    monkeypatch.delenv("TORCHSEAM_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if request.param == "HOME may not be looked into":
+
+        def denied(self: Path) -> bool:
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "is_dir", denied)
+    elif request.param == "no HOME and no such user":
+
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", homeless)
+    else:
+        monkeypatch.setenv("TORCHSEAM_CACHE", "~nobody-of-this-name/cache")
+
+
+def test_without_a_folder_that_can_be_looked_at_calls_are_as_shipped_and_nobody_is_warned(no_folder, caplog):
+    caplog.set_level("INFO", logger="torchseam")
+    for _ in range(3):
+        assert tuned_file.local_launch(0, 16, 4096, torch.bfloat16, "fp8_token") == launch.choose(4096)
+    assert not warnings(caplog) and "cannot be looked at" in caplog.text
+
+
+def test_a_folder_that_cannot_be_told_is_said_with_the_remedy(monkeypatch):
+    monkeypatch.setenv("TORCHSEAM_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(ValueError, match=r"no cache folder.*name one in TORCHSEAM_CACHE"):
+        tuned_file.write(here(), ROWS)
+
+
 def test_the_environment_can_turn_the_table_off(monkeypatch):
     written()
     monkeypatch.setenv("TORCHSEAM_TUNED", "0")
@@ -200,6 +239,32 @@ def test_the_environment_can_turn_the_table_off(monkeypatch):
     tuned_file.forget()
     monkeypatch.setenv("TORCHSEAM_TUNED", "1")
     assert tuned_file.load(0) == Table(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("value", "used"),
+    [
+        *[(value, False) for value in ("0", " 0 ", "false", "False", "NO", "off")],
+        *[(value, True) for value in ("", " ", "1", "true", "Yes", "ON")],
+    ],
+)
+def test_on_and_off_can_be_said_in_several_words(monkeypatch, value, used, caplog):
+    monkeypatch.setenv("TORCHSEAM_TUNED", value)
+    tuned_file.check_setting()
+    assert tuned_file.in_use() == used
+    assert not caplog.records
+
+
+def test_an_unknown_word_counts_as_on_and_is_told_once(monkeypatch, caplog):
+    written()
+    monkeypatch.setenv("TORCHSEAM_TUNED", "maybe")
+    for device in (0, 1):
+        assert tuned_file.load(device) == Table(ROWS)
+        assert tuned_file.local_launch(device, 16, 4096, torch.bfloat16, "fp8_token") == Launch(16)
+    (told,) = warnings(caplog)
+    assert "TORCHSEAM_TUNED is 'maybe'; allowed: 1, true, yes, on" in told and told.endswith("it counts as on")
+    with pytest.raises(ValueError, match=r"'maybe'; allowed: 1.*or 0, false, no, off"):
+        tuned_file.check_setting()
 
 
 def test_a_process_keeps_the_table_that_it_read_first():
@@ -218,10 +283,76 @@ def test_rows_are_added_to_the_file_and_replaced_in_it():
     assert tuned_file.read(path)[1] == Table((again, *ROWS[1:]))
 
 
-def test_a_broken_file_is_written_anew():
-    path = written()
-    path.write_bytes(b"{")
-    assert tuned_file.read(tuned_file.write(here(), ROWS[:1]))[1] == Table(ROWS[:1])
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_a_file_has_the_permissions_of_any_other(umask):
+    before = os.umask(umask)
+    try:
+        path = tuned_file.write(here(), ROWS)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def write_many(first: int) -> None:
+    for tokens in range(first, first + 10):
+        tuned_file.write(
+            Machine("another", 132, "2", "3", "k"),
+            [Row(Shape(LOCAL, 1, "fp8_token", "bfloat16", 4096, tokens), Launch(4), 1.0, 2.0)],
+        )
+
+
+def test_processes_that_write_at_the_same_time_lose_no_rows():
+    """`torchseam tune` on each GPU of a machine at once."""
+    writers = [multiprocessing.get_context("fork").Process(target=write_many, args=(10 * i + 1,)) for i in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    rows = tuned_file.read_for(Machine("another", 132, "2", "3", "k")).rows
+    assert [row.shape.tokens for row in rows] == list(range(1, 31))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(_set("rows", 0, "launch", {"num_warps": 7}), "cannot be launched"), (_set("schema", 2), "schema")],
+)
+def test_a_file_with_a_bad_row_is_kept_aside_and_said(change, why, caplog):
+    path = written(change)
+    before = path.read_bytes()
+    tuned_file.write(here(), ROWS[:1])
+    assert tuned_file.read(path)[1] == Table(ROWS[:1])
+    aside = path.with_name(path.name + ".bad")
+    assert aside.read_bytes() == before
+    (told,) = warnings(caplog)
+    assert str(aside) in told and why in told
+    assert tuned_file.files() == [path]
+    assert tuned_file.clear() == [path, aside] and not aside.exists()
+
+
+def test_a_file_that_may_not_be_read_is_not_written_over(monkeypatch):
+    path = tuned_file.write(here(), ROWS)
+    before = path.read_bytes()
+
+    def denied(self: Path, **_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", denied)
+        for change in (lambda: tuned_file.write(here(), ROWS[:1]), lambda: tuned_file.make_ready(here())):
+            with pytest.raises(ValueError, match=r"cannot be read \(.*its rows would be lost; make it readable"):
+                change()
+    assert path.read_bytes() == before
+
+
+def test_make_ready_leaves_the_file_and_nothing_else(cache):
+    path = tuned_file.make_ready(here())
+    assert path == tuned_file.path_of(here()) and not path.exists()
+    assert list(path.parent.iterdir()) == [path.with_suffix(".lock")]
+    tuned_file.write(here(), ROWS)
+    before = path.read_bytes()
+    tuned_file.make_ready(here())
+    assert path.read_bytes() == before
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(monkeypatch):
@@ -234,14 +365,15 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(monkeypatch):
     with pytest.raises(ValueError, match=r"cannot be written \(no space left.*TORCHSEAM_CACHE"):
         tuned_file.write(here(), ROWS)
     assert tuned_file.read(path)[1] == Table(ROWS[:1])
-    assert list(path.parent.iterdir()) == [path]
+    assert sorted(path.parent.iterdir()) == [path, path.with_suffix(".lock")]
 
 
 def test_a_folder_that_cannot_be_made_is_said(cache, monkeypatch):
     (cache / "file").touch()
     monkeypatch.setenv("TORCHSEAM_CACHE", str(cache / "file"))
-    with pytest.raises(ValueError, match="cannot be written"):
-        tuned_file.write(here(), ROWS)
+    for change in (lambda: tuned_file.write(here(), ROWS), lambda: tuned_file.make_ready(here())):
+        with pytest.raises(ValueError, match="cannot be written"):
+            change()
 
 
 def test_clear_removes_every_file(cache):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rich.markup import escape
 
 from torchseam.cli.demo import LOG_VARIABLES
 from torchseam.cli.errors import BadInput
@@ -20,6 +23,14 @@ from torchseam.seam import SCHEMES, Quant
 
 DEFAULT_HIDDEN = "4096,8192"
 DEFAULT_SCHEMES = ",".join(SCHEMES)
+DEFAULT_DTYPE, DEFAULT_RANKS = "bf16", 1
+_DEFAULTS = {
+    "--hidden": DEFAULT_HIDDEN,
+    "--scheme": DEFAULT_SCHEMES,
+    "--tokens": None,
+    "--dtype": DEFAULT_DTYPE,
+    "--ranks": DEFAULT_RANKS,
+}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: Four times apart, which is as far as a row of the table reaches (kernels/tuned.py).
 LOCAL_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -54,15 +65,16 @@ def settings_of(hidden: str, scheme: str, tokens: str | None, dtype: str) -> Set
     """The options as values; BadInput for what cannot be."""
     schemes = tuple(_scheme(word.strip()) for word in scheme.split(","))
     hiddens = _numbers("--hidden", hidden)
-    if dtype not in DTYPES:
-        raise BadInput(f"--dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    dtype_name = DTYPES.get(dtype, dtype)
+    if dtype_name not in DTYPES.values():
+        raise BadInput(f"--dtype is {dtype!r}; allowed: {', '.join(DTYPES)} (or {', '.join(DTYPES.values())})")
     for name, size in itertools.product(schemes, hiddens):
         if size > MAX_HIDDEN:
             raise BadInput(f"--hidden is {size}; the kernels hold rows of at most {MAX_HIDDEN}")
         unit = max(Quant(name).multiple_of, 8)  # type: ignore[arg-type]
         if size % unit:
             raise BadInput(f"--hidden is {size}; {name} needs a multiple of {unit}")
-    return Settings(hiddens, schemes, None if tokens is None else _numbers("--tokens", tokens), DTYPES[dtype])
+    return Settings(hiddens, schemes, None if tokens is None else _numbers("--tokens", tokens), dtype_name)
 
 
 def _scheme(word: str) -> str:
@@ -87,23 +99,35 @@ def run_tune(
     if show and clear:
         raise BadInput("--show and --clear cannot go together")
     if show or clear:
-        show_file(current_path()) if show else print(cleared())
+        given = {"--hidden": hidden, "--scheme": scheme, "--tokens": tokens, "--dtype": dtype, "--ranks": ranks}
+        beside = [option for option, value in given.items() if value != _DEFAULTS[option]]
+        if beside:
+            raise BadInput(
+                f"{' and '.join(beside)} say what to time, and {'--show' if show else '--clear'} times nothing"
+            )
+        show_file(own_files()) if show else print(cleared())
         return
     settings = settings_of(hidden, scheme, tokens, dtype)
+    tuned_file.check_setting()
     check_machine(ranks)
-    if ranks == 1:
-        result = tune_local(settings)
-    else:
-        steps = Steps()
-        for name, value in NO_MULTICAST.items():
-            os.environ.setdefault(name, value)
-        try:
+    # Before hours of timing, and not after them.
+    path = tuned_file.make_ready(common_machine(ranks))
+    steps = Steps()
+    try:
+        if ranks == 1:
+            result = tune_local(settings)
+        else:
+            for name, value in NO_MULTICAST.items():
+                os.environ.setdefault(name, value)
             result = launch(
                 tune_rank, ranks, settings, show_output=debug or any(name in os.environ for name in LOG_VARIABLES)
             )
-        except BaseException:
+    except BaseException:
+        if ranks > 1:
             steps.cut_short()
-            raise
+        if path.exists():
+            steps.console.print(f"the shapes that were done are kept in {escape(str(path))}", soft_wrap=True)
+        raise
     show_search(*result)
 
 
@@ -122,12 +146,25 @@ def check_machine(ranks: int) -> None:
     check_compiler("cuda")
 
 
-def current_path() -> Any:
-    """The file of this machine's first GPU; None without a GPU or Triton."""
+def common_machine(ranks: int) -> tuned_file.Machine:
+    """What the GPUs of all ranks are; BadInput where they are not alike: a table is for one kind, and ranks whose GPUs
+    differ would not try the same launches."""
+    machines = [tuned_file.machine_of(device) for device in range(ranks)]
+    if len(set(machines)) > 1:
+        found = ", ".join(f"GPU {i} {m.gpu} ({m.multiprocessors} multiprocessors)" for i, m in enumerate(machines))
+        raise BadInput(
+            f"--ranks {ranks} would be GPUs that differ: {found}; choose some of one kind with CUDA_VISIBLE_DEVICES"
+        )
+    return machines[0]
+
+
+def own_files() -> dict[Path, str]:
+    """The file of each kind of GPU that this process sees, with the GPU's name; none without a GPU or Triton."""
     try:
-        return tuned_file.path_of(tuned_file.machine_of(0)) if gpus() else None
+        machines = [tuned_file.machine_of(device) for device in range(gpus())]
     except ImportError:
-        return None
+        return {}
+    return {tuned_file.path_of(machine): machine.gpu for machine in machines}
 
 
 def cleared() -> str:
@@ -151,8 +188,8 @@ def tune_local(settings: Settings) -> tuple[Any, ...]:
     shapes = settings.shapes(LOCAL, 1, LOCAL_TOKENS)
     total = sum(len(bench.candidates(shape)) for shape in shapes)
     with Steps().bar(f"Timing the local kernel on {machine.gpu}", total) as tick:
-        found = search(shapes, bench, tick)
-    return machine, found, tuned_file.write(machine, [timed.row for timed in found]), []
+        found = search(shapes, bench, tick, lambda timed: tuned_file.write(machine, [timed.row]))
+    return machine, found, tuned_file.path_of(machine), []
 
 
 def tune_rank(settings: Settings) -> tuple[Any, ...] | None:
@@ -181,11 +218,9 @@ def tune_rank(settings: Settings) -> tuple[Any, ...] | None:
     taken = [shape for shape in shapes if bench.takes(shape)]
     total = sum(len(bench.candidates(shape)) for shape in taken)
     with Steps(rank == 0).bar(f"Timing the one-shot kernel on {size} x {machine.gpu}", total) as tick:
-        found = search(taken, bench, tick)
-    result = None
-    if rank == 0:
-        path = tuned_file.write(machine, [timed.row for timed in found])
-        result = (machine, found, path, [shape for shape in shapes if shape not in taken])
+        found = search(taken, bench, tick, lambda timed: rank or tuned_file.write(machine, [timed.row]))
+    left_out = [shape for shape in shapes if shape not in taken]
+    result = None if rank else (machine, found, tuned_file.path_of(machine), left_out)
     dist.barrier()
     backend.close()
     dist.destroy_process_group()

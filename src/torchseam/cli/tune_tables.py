@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from torchseam.config import TUNED_VARIABLE
 from torchseam.kernels import tuned_file
 from torchseam.kernels.launch import Launch
 from torchseam.kernels.tuned import Choice, Row, Shape
@@ -17,7 +19,7 @@ from torchseam.tuning.search import MARGIN, Timed
 
 #: Columns of text beside the times, and of each time with its borders: as many T as fit stand in one table.
 _LABEL, _CELL = 34, 12
-_LEGEND = "us; * chosen, s shipped, ! other bits than shipped: not used"
+_LEGEND = "us; * chosen, s shipped, ! other bits than shipped: not used, x cannot be launched on this GPU"
 
 
 def label(choice: Choice) -> str:
@@ -52,12 +54,25 @@ def show_search(machine: tuned_file.Machine, found: Sequence[Timed], path: Path,
     console.print(_LEGEND)
     for shape in left_out:
         console.print(escape(f"{title_of(shape)}, T={shape.tokens}: more than the group's workspace takes; not timed"))
+    if not found:
+        console.print("nothing was timed, and nothing is written")
+        return
+    console.print(f"{_summary(found)} The results have the same bits.")
+    used = "processes that start from now on use it" if tuned_file.in_use() else f"not used while {_setting()} is set"
+    console.print(f"written to {escape(str(path))}; {escape(used)}", soft_wrap=True)
+
+
+def _summary(found: Sequence[Timed]) -> str:
     changed = sum(timed.row.launch is not None for timed in found)
-    console.print(
-        f"{changed} of {len(found)} shapes get another launch than shipped; the others keep it: nothing was more than "
-        f"{(1 - MARGIN) * 100:.0f} % faster, twice in a row. The results have the same bits."
-    )
-    console.print(f"written to {escape(str(path))}; processes that start from now on use it", soft_wrap=True)
+    faster = f"more than {(1 - MARGIN) * 100:.0f} % faster, twice in a row"
+    told = f"{changed} of {len(found)} shapes get another launch than shipped"
+    if changed == len(found):
+        return f"{told}: it was {faster}."
+    return f"{told}; {'the others' if changed else 'all'} keep it: nothing was {faster}."
+
+
+def _setting() -> str:
+    return f"{TUNED_VARIABLE}={os.environ.get(TUNED_VARIABLE)}"
 
 
 def _times(columns: Sequence[Timed]) -> Table:
@@ -77,28 +92,38 @@ def _cell(timed: Timed, choice: Choice) -> str:
         return "-"
     us = times[choice]
     marks = ("*" if choice == timed.chosen else "") + ("s" if choice == timed.shipped else "")
-    text = f"{us:.2f} {marks:2}" if us is not None else "! "
+    mark = "x " if choice in timed.failed else "! "
+    text = f"{us:.2f} {marks:2}" if us is not None else mark
     return f"[bold green]{text}[/]" if choice == timed.chosen else text
 
 
-def show_file(own: Path | None) -> None:
-    """What is in every file; `own` is the one that this machine's GPU reads."""
+def show_file(own: Mapping[Path, str]) -> None:
+    """What is in every file; `own`: those that this machine's GPUs read, with the name of each GPU."""
     console = Console()
     files = tuned_file.files()
-    if own not in files:
-        console.print(f"no tuned launches for this machine in {escape(str(tuned_file.folder()))}", soft_wrap=True)
+    folder = escape(str(tuned_file.folder()))
+    try:
+        tuned_file.check_setting()
+    except ValueError as error:
+        console.print(escape(f"{error}; it counts as on"), soft_wrap=True)
+    without = [gpu for path, gpu in own.items() if path not in files]
+    if len(without) == len(own):
+        console.print(f"no tuned launches for this machine in {folder}", soft_wrap=True)
         console.print("launches are as shipped; `torchseam tune` times others (it needs a CUDA GPU)", soft_wrap=True)
+    else:
+        for gpu in without:
+            console.print(f"no tuned launches for {escape(gpu)} in {folder}: there they are as shipped", soft_wrap=True)
     for path in files:
-        used = "another machine's, or of other versions" if path != own else "in use"
-        if path == own and not tuned_file.in_use():
-            used = "not in use: TORCHSEAM_TUNED=0"
-        console.print(f"{escape(str(path))} ({used})", soft_wrap=True)
+        used = "another machine's, or of other versions" if path not in own else "in use"
+        if path in own and not tuned_file.in_use():
+            used = f"not in use: {_setting()}"
+        console.print(f"{escape(str(path))} ({escape(used)})", soft_wrap=True)
         try:
             machine, table = tuned_file.read(path)
         except (tuned_file.Unreadable, OSError) as error:
             console.print(escape(f"ignored: {error}"), soft_wrap=True)
             continue
-        if path == own and path != tuned_file.path_of(machine):
+        if path in own and path != tuned_file.path_of(machine):
             console.print(escape(f"ignored: it was made for {machine}"), soft_wrap=True)
             continue
         console.print(

@@ -25,6 +25,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 #: to the largest has one, and a table of large T alone says nothing about small ones.
 REACH = 4
 
+#: Of `OneShot.ahead`: so many rows are held in registers at once, and the kernel's source grows with it. 8 is the most
+#: that is tried (tuning/candidates.py).
+_MOST_AHEAD = 32
+
 Choice = Launch | OneShot
 #: (tokens, hidden, dtype, scheme, what H must be a multiple of) -> the tuned choice, or None: as shipped.
 Chooser = Callable[[int, int, torch.dtype, str, int], Choice | None]
@@ -119,9 +123,12 @@ def is_legal(launch: Choice, tokens: int, hidden: int, itemsize: int, multiple_o
     if isinstance(launch, Launch):
         return launch in CHOICES
     parts, warps = launch.parts, launch.num_warps
-    if min(parts, warps, launch.ahead) < 1 or warps & (warps - 1) or launch.pushers < 0:
+    if min(parts, warps, launch.ahead) < 1 or warps & (warps - 1) or launch.pushers < 0 or launch.ahead > _MOST_AHEAD:
         return False
     if hidden % (parts * math.lcm(PACKET // itemsize, multiple_of)):
+        return False
+    # A lane for each part: `packets.exchange` looks at so many, and sums no others.
+    if parts > block_of(hidden // parts) // 8:
         return False
     # Two threads of one packet would both push it.
     if warps > 32 or warps * WARP > block_of(hidden // parts) * itemsize // PACKET:

@@ -6,6 +6,7 @@ What cannot be read counts as no table, with one warning.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,15 +14,15 @@ import json
 import logging
 import os
 import re
-import tempfile
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchseam.config import TUNED_VARIABLE, cache_dir
+from torchseam.config import CACHE_VARIABLE, TUNED_VARIABLE, cache_dir
 from torchseam.kernels.launch import Launch, OneShot, choose
 from torchseam.kernels.tuned import DTYPES, LOCAL, ONE_SHOT, Choice, Chooser, Row, Shape, Table, is_legal
 from torchseam.seam import SCHEMES
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 #: Goes up when what is in a file changes; files of another number are not read.
 SCHEMA = 1
 _LAUNCHES: dict[str, type[Launch] | type[OneShot]] = {LOCAL: Launch, ONE_SHOT: OneShot}
+#: How the name of a file ends that held no table when it was to be written.
+_ASIDE = ".json.bad"
 #: Of the device that tensors on the CPU have.
 _NO_DEVICE = -1
 
@@ -70,8 +73,11 @@ def kernels_digest() -> str:
 
 
 def folder() -> Path:
-    """Where the files are."""
-    return cache_dir() / "tuned"
+    """Where the files are. Raises ValueError where that cannot be told: no variable, no HOME, no such user."""
+    try:
+        return cache_dir() / "tuned"
+    except RuntimeError as error:  # of pathlib, which found no home
+        raise ValueError(f"there is no cache folder ({error}); name one in {CACHE_VARIABLE}") from error
 
 
 def path_of(machine: Machine) -> Path:
@@ -87,8 +93,11 @@ def files() -> list[Path]:
 
 
 def clear() -> list[Path]:
-    """Remove every file, and return which there were. Raises ValueError where one cannot be removed."""
-    removed = files()
+    """Remove every file, and those that were put aside, and return which there were.
+
+    Raises ValueError where one cannot be removed.
+    """
+    removed = [*files(), *sorted(folder().glob(f"*{_ASIDE}"))]
     for path in removed:
         try:
             path.unlink(missing_ok=True)
@@ -97,9 +106,34 @@ def clear() -> list[Path]:
     return removed
 
 
+#: What TORCHSEAM_TUNED may be, in any case; unset is on.
+_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+
+
 def in_use() -> bool:
-    """Whether tables are looked at: not with TORCHSEAM_TUNED=0."""
-    return os.environ.get(TUNED_VARIABLE, "").strip() != "0"
+    """Whether tables are looked at: not with TORCHSEAM_TUNED=0. Never raises, because calls of kernels ask: what
+    `check_setting` would not take counts as on, with one warning."""
+    value = os.environ.get(TUNED_VARIABLE, "")
+    try:
+        check_setting()
+    except ValueError as error:
+        _warn_once(f"{error}; it counts as on")
+    return value.strip().lower() not in _OFF
+
+
+def check_setting() -> None:
+    """ValueError for a TORCHSEAM_TUNED that says neither on nor off."""
+    value = os.environ.get(TUNED_VARIABLE, "")
+    if value.strip() and value.strip().lower() not in (*_OFF, *_ON):
+        raise ValueError(
+            f"{TUNED_VARIABLE} is {value!r}; allowed: {', '.join(_ON)} (tuned launches are used, as when it is not "
+            f"set) or {', '.join(_OFF)} (launches are as shipped)"
+        )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def read(path: Path) -> tuple[Machine, Table]:
@@ -116,7 +150,7 @@ def read(path: Path) -> tuple[Machine, Table]:
         rows = tuple(_row(row, machine) for row in content["rows"])
     except Unreadable:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # of a number that is no float
         raise Unreadable(f"what is in it is not as it should be ({type(error).__name__}: {error})") from error
     return machine, Table().with_rows(rows)
 
@@ -145,52 +179,111 @@ def _row(content: dict[str, Any], machine: Machine) -> Row:
 
 def read_for(machine: Machine) -> Table:
     """The table of a machine, without rows where it has no file. Raises `Unreadable` or OSError."""
-    path = path_of(machine)
-    if not path.exists():
+    try:
+        owner, table = read(path_of(machine))
+    except FileNotFoundError:
         return Table()
-    owner, table = read(path)
     if owner != machine:
         raise Unreadable(f"it was made for {owner}")
     return table
 
 
-def write(machine: Machine, rows: Iterable[Row]) -> Path:
-    """Add rows to a machine's file, or replace those of the same shapes; at once, so that nobody reads half of it.
+def make_ready(machine: Machine) -> Path:
+    """Whether `write` will be able to: to be asked before hours of timing. Returns the file.
 
-    Raises ValueError where the folder cannot be written.
+    Raises ValueError where the folder cannot be written, or a file that is there cannot be read and would be lost. A
+    file that holds no table is put aside.
     """
     path = path_of(machine)
-    try:
-        before = read_for(machine)
-    except (Unreadable, OSError):
-        before = Table()
-    content = {
-        "schema": SCHEMA,
-        "machine": asdict(machine),
-        "rows": [
-            {
-                **asdict(row.shape),
-                "launch": None if row.launch is None else asdict(row.launch),
-                "microseconds": row.microseconds,
-                "shipped_microseconds": row.shipped_microseconds,
-            }
-            for row in before.with_rows(rows).rows
-        ],
-    }
-    draft: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".draft", delete=False
-        ) as file:
-            draft = Path(file.name)
-            json.dump(content, file, indent=1)
-        os.replace(draft, path)
-    except OSError as error:
-        if draft is not None:
-            draft.unlink(missing_ok=True)
-        raise ValueError(f"{path} cannot be written ({error}); name another folder in TORCHSEAM_CACHE") from error
+    with _writing(path):
+        _rows_before(machine, path)
+        _draft(path, "").unlink()
     return path
+
+
+def write(machine: Machine, rows: Iterable[Row]) -> Path:
+    """Add rows to a machine's file, or replace those of the same shapes; at once, so that nobody reads half of it,
+    and one process after the other, so that no rows are lost.
+
+    Raises ValueError as `make_ready`.
+    """
+    path = path_of(machine)
+    with _writing(path):
+        content = {
+            "schema": SCHEMA,
+            "machine": asdict(machine),
+            "rows": [
+                {
+                    **asdict(row.shape),
+                    "launch": None if row.launch is None else asdict(row.launch),
+                    "microseconds": row.microseconds,
+                    "shipped_microseconds": row.shipped_microseconds,
+                }
+                for row in _rows_before(machine, path).with_rows(rows).rows
+            ],
+        }
+        draft = _draft(path, json.dumps(content, indent=1))
+        try:
+            os.replace(draft, path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+    return path
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Alone, among the processes that write this file; OSError as the ValueError that says what to do."""
+    import fcntl  # not on Windows, where nothing is tuned
+
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = _open_lock(path.with_suffix(".lock"))
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                _log.debug("%s cannot be locked (%s): written without", path, error)
+            yield
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error}); name another folder in {CACHE_VARIABLE}") from error
+
+
+def _open_lock(path: Path) -> int:
+    """The file stays when it is given back: another process may already wait for it."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # another user's: enough to lock it, but on NFS
+        return os.open(path, os.O_RDONLY)
+
+
+def _draft(path: Path, text: str) -> Path:
+    """A new file beside `path`, with the permissions that the umask leaves, as any file has (tempfile's are 0600)."""
+    draft = path.parent / f".{uuid.uuid4().hex}.draft"
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    return draft
+
+
+def _rows_before(machine: Machine, path: Path) -> Table:
+    """What is kept of the file that is there. One that holds no table is renamed: somebody may want its rows."""
+    try:
+        return read_for(machine)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}), and its rows would be lost; make it readable, remove it, or name "
+            f"another folder in {CACHE_VARIABLE}"
+        ) from error
+    except Unreadable as error:
+        aside = path.with_suffix(_ASIDE)
+        os.replace(path, aside)
+        _log.warning("%s: %s; none of its rows are used, it is kept as %s", path, error, aside)
+        return Table()
 
 
 # ---- what runs ask ----------------------------------------------------------------------------
@@ -199,9 +292,15 @@ def write(machine: Machine, rows: Iterable[Row]) -> Path:
 @functools.cache
 def load(device: int) -> Table:
     """The table that this process uses on a CUDA device: read once, whatever the file becomes."""
-    if device == _NO_DEVICE or not in_use() or not folder().is_dir():
+    if device == _NO_DEVICE or not in_use():
         return Table()
-    path: Path = folder()
+    try:
+        path = folder()
+        if not path.is_dir():
+            return Table()
+    except Exception as error:  # no HOME, or one that may not be looked into: nobody asked for tuned launches
+        _log.info("launches are as shipped: the cache cannot be looked at (%s: %s)", type(error).__name__, error)
+        return Table()
     try:
         machine = machine_of(device)
         path = path_of(machine)
@@ -233,5 +332,5 @@ def local_launch(device: int, tokens: int, hidden: int, dtype: torch.dtype, sche
 
 def forget() -> None:
     """Read the file again when it is next asked for."""
-    for remembered in (load, _local_chooser, local_launch):
+    for remembered in (load, _local_chooser, local_launch, _warn_once):
         remembered.cache_clear()
