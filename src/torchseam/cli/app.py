@@ -130,7 +130,12 @@ def tune(
         int, typer.Option(help="1: the kernel without a collective; 2 to 8: the one-shot kernel between so many GPUs.")
     ] = 1,
     show: Annotated[bool, typer.Option("--show", help="Only print what was found before, and where it lies.")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Only remove what was found before.")] = False,
+    clear: Annotated[
+        bool,
+        typer.Option(
+            "--clear", help="Only remove what was found before: the tables of every machine in the cache folder."
+        ),
+    ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks, and what ranks and libraries write.")
     ] = False,
