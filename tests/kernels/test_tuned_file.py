@@ -228,7 +228,7 @@ def test_without_a_folder_that_can_be_looked_at_calls_are_as_shipped_and_nobody_
 
 def test_a_folder_that_cannot_be_told_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setenv("TORCHSEAM_CACHE", "~nobody-of-this-name/cache")
-    with pytest.raises(ValueError, match=r"no cache folder.*name one in TORCHSEAM_CACHE"):
+    with pytest.raises(ValueError, match=r"no folder for the cache.*set TORCHSEAM_CACHE to one"):
         tuned_file.write(here(), ROWS)
 
 
