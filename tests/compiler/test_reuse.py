@@ -149,6 +149,85 @@ def test_a_residual_that_is_read_again_is_not_overwritten(reduce):
     assert first.overwrites == second.overwrites == ("x",)
 
 
+def gemm(width: int = HIDDEN) -> Tensor:
+    return (torch.randn(width, HIDDEN, generator=torch.Generator().manual_seed(3)) / 12).bfloat16()
+
+
+def read_before_and_used_after(reduce) -> dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
+    """What is computed of a residual, or of partial sums, before the seam, and used behind it: Inductor may compute it
+    as late as that, from memory that the seam has overwritten by then."""
+    (norm,), weight = norms(1), gemm()
+
+    def gate(x, y):
+        h = y * 2
+        g = torch.sigmoid(h)
+        s = h + reduce(x @ weight)
+        return g * norm(s), s
+
+    def gate_of_a_gemm(x, y):
+        h = y @ weight
+        g = torch.sigmoid(h)
+        s = h + reduce(x @ weight)
+        return (g * norm(s)) @ weight, s
+
+    def scaled_skip(x, y):
+        p = x @ weight
+        half = p * 0.5
+        s = y * 2 + reduce(p)
+        return half + norm(s), s
+
+    def joined(x, y):
+        h = y * 2
+        k = h * 1.5
+        s = h + reduce(x @ weight)
+        return norm(s), s, torch.cat([k, norm(s)])
+
+    def two_layers(x, y):
+        h = y @ weight
+        for _ in range(2):
+            g = torch.sigmoid(h)
+            h = h + reduce(x @ weight)
+            x = g * norm(h)
+        return x, h
+
+    def concatenated(x, y):
+        """Inductor makes the first product in the memory of the whole, which is returned."""
+        p = y @ weight
+        c = torch.cat([p, x * 3], 0)
+        s = ((c @ weight)[:6] * 2) + reduce(p)
+        return norm(s), s, c
+
+    return {f.__name__: f for f in (gate, gate_of_a_gemm, scaled_skip, joined, two_layers, concatenated)}
+
+
+@pytest.mark.parametrize("name", ["gate", "gate_of_a_gemm", "scaled_skip", "joined", "two_layers", "concatenated"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_computed_of_old_values_has_the_old_values(name, exact, reduce):
+    function = read_before_and_used_after(reduce)[name]
+    args = rows(0, 6), rows(1, 6)
+    want = function(*args)
+    got = torchseam.compile(function, config=SeamConfig(exact=exact))(*args)
+    for a, b in zip(want, got, strict=True):
+        if exact:
+            assert same_bits(a, b)
+        else:  # Inductor keeps fp32 where eager rounds
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_what_a_collective_in_flight_still_sends_is_not_overwritten(reduce, one_rank):
+    (norm,), weight, c10d = norms(1), gemm(), torch.ops._c10d_functional
+    group = torch.distributed.group.WORLD.group_name
+
+    def function(x, y):
+        h = y * 2
+        sent = c10d.all_to_all_single(h, [len(h)], [len(h)], group)
+        s = h + reduce(x @ weight)
+        return norm(s), s, c10d.wait_tensor(sent)
+
+    (call,) = compiled_calls(function, rows(0, 6), rows(1, 6))
+    assert "residual" not in call.overwrites
+
+
 def test_a_residual_that_is_returned_is_not_overwritten(reduce):
     (norm,) = norms(1)
 

@@ -2,8 +2,8 @@
 
 `rewrite` puts the functional operator in; here it becomes `seam_` where that is safe, in the form that
 Inductor has for mutation in a functional graph, `auto_functionalized_v2`. Inductor looks itself whether the
-memory is free when it takes that form apart, and would copy if it were not: what is here is stricter, so that
-it never does.
+memory is free when it takes that form apart, by the order of the graph, and would copy if it were not. That is not
+enough: what it computes itself it may compute later than where it stands (`_read_after`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,21 @@ from torchseam.seam import Output, Seam
 
 _functionalized = torch.ops.higher_order.auto_functionalized_v2
 #: Operators whose result Inductor may keep in the memory of their input though their schemas do not say so.
-_PASSED_ON = {aten.lift_fresh_copy.default, aten.copy.default, aten._to_copy.default, convert}
+_PASSED_ON = {aten.lift_fresh_copy.default, aten.copy.default, aten._to_copy.default, aten.cat.default, convert}
 if torch.distributed.is_available():
     _PASSED_ON.add(torch.ops._c10d_functional.wait_tensor.default)
+#: What Inductor runs where it stands. Anything else it may compute as late as its first reader: an operator that
+#: overwrites memory is put in the schedule before those that were to read the old values are looked at.
+_RUN_WHERE_THEY_STAND = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    torch.ops.torchseam.quantize.default,
+    torch.ops.torchseam.seam.default,
+    _functionalized,
+}
+#: Nodes that are looked at below a reader; beyond, its memory counts as read. No model comes near.
+_MOST_LOOKED_AT = 1000
 #: The operator's arguments in order, and what is found in those that may be overwritten.
 _ARGUMENTS = ("x", "residual", "inner_weight", "weight", "scales", "seam")
 _FOUND_IN: dict[str, Output] = {"x": "reduced", "residual": "residual"}
@@ -108,10 +120,30 @@ def _is_free(node: Node, call: Node, memory: _Memory) -> bool:
     if sum(argument in together for argument in _arguments(call)) != 1:
         return False
     now = memory.order[call]
-    return all(
-        member.op == "call_function" and all(user is call or memory.order[user] < now for user in member.users)
+    if any(
+        member.op != "call_function" or any(user is not call and memory.order[user] >= now for user in member.users)
         for member in together
-    )
+    ):
+        return False
+    beside = set(together)
+    readers = {user for member in together for user in member.users if user is not call and user not in beside}
+    return not any(_read_after(reader, now, memory.order) for reader in readers)
+
+
+def _read_after(reader: Node, now: int, order: dict[Node, int]) -> bool:
+    """Whether what `reader` reads may still be read at `now`: what is computed from it is used then, and Inductor may
+    compute it as late as that; or it starts a collective that is waited for then."""
+    seen: set[Node] = set()
+    stack = [reader]
+    while stack:
+        node = stack.pop()
+        if node in seen or node.target in _RUN_WHERE_THEY_STAND:
+            continue
+        seen.add(node)
+        if len(seen) > _MOST_LOOKED_AT or any(order[user] >= now for user in node.users):
+            return True
+        stack += node.users
+    return False
 
 
 def _arguments(call: Node) -> list[Node]:
