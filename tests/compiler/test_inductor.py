@@ -55,11 +55,23 @@ def own_cache(tmp_path, monkeypatch):
 # ---- what Inductor does before the pass ----------------------------------------------------------
 
 
+def products_inputs():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, HIDDEN), (3, 16), (16, HIDDEN))
+    return [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_residual_that_is_a_matrix_product_is_a_residual(swapped, own_cache, monkeypatch):
     """Inductor has made one addmm of the product and the sum."""
     seen = []
-    monkeypatch.setattr(products, "take_apart", lambda graph: seen.append(take_apart(graph)))
+
+    def counting(graph):
+        sums = take_apart(graph)
+        seen.append(len(sums))
+        return sums
+
+    monkeypatch.setattr(products, "take_apart", counting)
     norm = LlamaNorm(torch.ones(HIDDEN, dtype=torch.bfloat16))
 
     def forward(x, a, b):
@@ -67,9 +79,7 @@ def test_a_residual_that_is_a_matrix_product_is_a_residual(swapped, own_cache, m
         h = product + summed if swapped else summed + product
         return ops.quantize(norm(h), FP8, torch.tensor(0.01))[0], h
 
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((3, HIDDEN), (3, 16), (16, HIDDEN))
-    args = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
+    args = products_inputs()
     compiled = torchseam.compile(forward, config=EXACT, fullgraph=True)
     for want, got in zip(forward(*args), compiled(*args), strict=True):
         assert same_bits(want, got)
@@ -77,6 +87,37 @@ def test_a_residual_that_is_a_matrix_product_is_a_residual(swapped, own_cache, m
     assert [f.kind for f in torchseam.report(compiled).graphs[0].fused] == [
         "all_reduce + residual + rms_norm + fp8_static"
     ]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_local_residual_plus_a_matrix_product_is_a_part_of_its_seam(exact, own_cache):
+    """On one GPU, or after a column-parallel layer: `h = h + x @ w`, norm, quantiser, without an all_reduce."""
+    norm = LlamaNorm(torch.ones(HIDDEN, dtype=torch.bfloat16))
+
+    def forward(h, a, b):
+        h = h + a @ b
+        return ops.quantize(norm(h), FP8, torch.tensor(0.01))[0], h
+
+    args = products_inputs()
+    compiled = torchseam.compile(forward, config=SeamConfig(exact=exact), fullgraph=True)
+    for want, got in zip(forward(*args), compiled(*args), strict=True):
+        assert same_bits(want, got)
+    assert [f.kind for f in torchseam.report(compiled).graphs[0].fused] == ["residual + rms_norm + fp8_static"]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sum_that_belongs_to_no_seam_stays_one_with_its_product(exact, own_cache):
+    """But where eager's bits are asked for: one operator rounds once, the two of eager twice."""
+    from torch._inductor.utils import run_and_get_code
+
+    def forward(h, a, b):
+        return torch.relu(h + a @ b)
+
+    args = products_inputs()
+    compiled = torchseam.compile(forward, config=SeamConfig(exact=exact), fullgraph=True)
+    got, code = run_and_get_code(compiled, *args)
+    assert any("extern_kernels.addmm(" in text for text in code) is not exact
+    assert same_bits(forward(*args), got) or not exact
 
 
 # ---- results ------------------------------------------------------------------------------------

@@ -98,8 +98,10 @@ def run_pass(graph: Graph, config: SeamConfig) -> GraphReport:
     """Find, plan and rewrite the seams of a functional graph in place. Lints after rewriting."""
     started = time.perf_counter()
     nodes = len(graph.nodes)
-    products.take_apart(graph)
+    sums = products.take_apart(graph)
     decided: Plan = plan(graph, find(graph), config)
+    if not config.exact:
+        products.put_together(graph, sums, but={chain.add for chain in decided.chains})
     calls: dict[Node, Seam] = {}
     replaced: dict[Node, Node] = {}
     for chain in decided.chains:
