@@ -249,7 +249,7 @@ def test_a_weight_that_the_model_rounds_is_used_as_rounded():
 def test_the_operator_called_with_keywords_is_found():
     def block(x):
         y = norm(reduce(x * 2))
-        return torch.ops.torchseam.quantize(y=y, quant=FP8.to_json(), scale=SCALE)[0]
+        return torch.ops.torchseam.quantize(y=y, quant=FP8.to_text(), scale=SCALE)[0]
 
     check(block, rows(3, HIDDEN), kinds=["all_reduce + rms_norm + fp8_static"])
 
@@ -412,6 +412,15 @@ def test_division_by_the_root_is_refused_with_what_would_fuse(root):
     assert ("norm", Reason.NORM_SPELLING) in refusals(got)
     (detail,) = [r.detail for r in got.report.refused if r.part == "norm"]
     assert "x * rsqrt(v)" in detail
+
+
+def test_the_division_of_something_else_is_no_norm_and_nothing_to_complain_of():
+    def block(x, y):
+        wide = reduce(x * 2).float()
+        return y / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+
+    got = check(block, rows(3, HIDDEN), rows(3, HIDDEN, dtype=torch.float32), kinds=[])
+    assert [reason for part, reason in refusals(got) if part == "norm"] == []
 
 
 def test_a_scale_computed_from_the_norm_is_refused_and_the_rest_fuses():

@@ -45,6 +45,12 @@ def _is_divisor(node: Node) -> bool:
     return _is_root(node) and any(is_call(u, aten.div.Tensor) and u.args[1] is node for u in node.users)
 
 
+def _divides(root: Node, wide: Node) -> bool:
+    """Whether a root divides the values that were squared, or those that they are a part of."""
+    dividends = [user.args[0] for user in root.users if is_call(user, aten.div.Tensor) and user.args[1] is root]
+    return _slices(wide) or any(_same(dividend, wide) for dividend in dividends)
+
+
 def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
@@ -88,7 +94,7 @@ def _match_aten(rsqrt: Node) -> NormMatch | NormMiss | None:
         return None
     wide = squares.args[0]
     val = value(wide)
-    if val is None:
+    if val is None or (_is_divisor(rsqrt) and not _divides(rsqrt, wide)):
         return None
     if not val.dim() or not isinstance(mean.args[1], (list, tuple)):
         return None
