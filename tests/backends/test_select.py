@@ -12,8 +12,6 @@ from torchseam.config import BACKENDS
 from torchseam.operands import Operands
 from torchseam.seam import Norm, Reduce, Seam
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(autouse=True)
 def nothing_chosen():
@@ -66,15 +64,15 @@ def test_one_rank_has_nothing_to_choose(backend, one_rank, monkeypatch):
     seam = Seam(Norm(1e-6), Reduce(group, backend), outputs=("norm",))
     assert select.chosen(group) is None
     select.run(seam, Operands(torch.ones(2, 64), weight=torch.ones(64)))
-    assert select.chosen(group) == select.expected(seam.reduce, CPU) == "collective"
+    assert select.chosen(group) == select.expected(seam.reduce, "cpu") == "collective"
     torchseam.reset()
     assert select.chosen(group) is None
 
 
 def test_reports_know_what_is_expected():
-    assert select.expected(Reduce("9"), CPU) == "collective"
-    assert select.expected(Reduce("9", "mnnvl"), CPU) == "flashinfer-mnnvl"
-    assert select.expected(Reduce("9", "collective"), CPU) == "collective"
+    assert select.expected(Reduce("9"), "cpu") == "collective"
+    assert select.expected(Reduce("9", "mnnvl"), "cpu") == "flashinfer-mnnvl"
+    assert select.expected(Reduce("9", "collective"), "cpu") == "collective"
 
 
 def test_objections_are_told_by_rank():

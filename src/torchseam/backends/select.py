@@ -115,8 +115,8 @@ class _Choice:
 _choices: dict[tuple[str, str, torch.device], _Choice] = {}
 #: (kind, group, device) -> what is open, whichever name led to it: `auto` and a name share a workspace.
 _opened: dict[tuple[str, str, torch.device], base.Backend] = {}
-#: Group -> the refusals that were met, as an ordered set.
-_refusals: dict[str, dict[str, None]] = {}
+#: (group, configured name) -> the refusals that were met, as an ordered set.
+_refusals: dict[tuple[str, str], dict[str, None]] = {}
 _MAX_REFUSALS = 20
 
 
@@ -138,7 +138,7 @@ def run(seam: Seam, operands: Operands) -> list[Tensor]:
             # x is still on its way to other GPUs when a row's sum is there: the sum must not be written into it.
             operands = dataclasses.replace(operands, reduced_out=None)
         return backend.run(seam, operands)
-    refused = _refusals.setdefault(reduce.group, {})
+    refused = _refusals.setdefault((reduce.group, reduce.backend), {})
     if refusal not in refused and len(refused) < _MAX_REFUSALS:
         refused[refusal] = None
         _log.info("%s: %s: such calls go to %s", backend.name, refusal, collective.NAME)
@@ -175,31 +175,36 @@ def _refusal(name: str) -> str | None:
     return f"backend {name!r}: {why}; what works: {', '.join(works)}"
 
 
-def expected(reduce: Reduce, device: torch.device) -> str:
-    """For reports: the backend of a group, or how it is going to be chosen."""
-    known = chosen(reduce.group)
+def expected(reduce: Reduce, device_type: str) -> str:
+    """For reports: the backend of a group for tensors on a kind of device, or how it is going to be chosen."""
+    known = chosen(reduce.group, reduce.backend, device_type)
     if known is not None:
         return known
     if reduce.backend == "auto":
-        return collective.NAME if base.capability(device) is None else "auto"
+        return collective.NAME if device_type != "cuda" else "auto"
     return KINDS[reduce.backend].name if reduce.backend in KINDS else reduce.backend
 
 
-def chosen(group: str) -> str | None:
-    """The backend of a group; None as long as none is chosen."""
-    for (name, _, _), choice in _choices.items():
-        if name == group and choice.error is None:
+def chosen(group: str, configured: str | None = None, device_type: str | None = None) -> str | None:
+    """The backend of a group; None as long as none is chosen. `configured`, `device_type`: None is any of them."""
+    for (name, asked, device), choice in _choices.items():
+        if name != group or configured not in (None, asked) or device_type not in (None, device.type):
+            continue
+        if choice.error is None:
             return choice.backend.name if choice.backend else collective.NAME
     return None
 
 
-def remarks(group: str) -> list[str]:
+def remarks(group: str, configured: str | None = None) -> list[str]:
     """For reports: what went elsewhere than into the group's backend, or only in part into it, and why."""
-    told = [f"some calls went to {collective.NAME}: {refusal}" for refusal in _refusals.get(group, ())]
-    for (name, _, _), choice in _choices.items():
-        if name == group:
-            told += getattr(choice.backend, "remarks", ())
-    return told
+    told: dict[str, None] = {}
+    for (name, asked), refused in _refusals.items():
+        if name == group and configured in (None, asked):
+            told |= {f"some calls went to {collective.NAME}: {refusal}": None for refusal in refused}
+    for (name, asked, _), choice in _choices.items():
+        if name == group and configured in (None, asked):
+            told |= dict.fromkeys(getattr(choice.backend, "remarks", ()))
+    return list(told)
 
 
 def opened() -> list[base.Backend]:

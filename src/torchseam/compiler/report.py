@@ -64,18 +64,23 @@ class SeamsNotFusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class FusedSeam:
-    """One seam that became one operator."""
+    """One seam that became one operator. `device` is the kind of device that it runs on: `cpu`, `cuda`."""
 
     seam: Seam
     shape: str
     dtype: str
-    backend: str
+    device: str
     node: str
     source: str
 
     @property
     def kind(self) -> str:
         return self.seam.describe()
+
+    @property
+    def backend(self) -> str:
+        """What runs it, as far as is known when this is asked; `auto` where that is chosen in the first call."""
+        return select.expected(self.seam.reduce, self.device) if self.seam.reduce else "local"
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class FusionReport:
         reduces = (f.seam.reduce for g in self.graphs for f in g.fused)
         pairs = dict.fromkeys((r.group, r.backend) for r in reduces if r is not None)
         return [
-            GroupBackend(group, configured, select.chosen(group), tuple(select.remarks(group)))
+            GroupBackend(group, configured, select.chosen(group, configured), tuple(select.remarks(group, configured)))
             for group, configured in pairs
         ]
 
@@ -216,7 +221,10 @@ def graph_to_dict(graph: GraphReport) -> dict[str, Any]:
     """A graph's report as plain JSON values."""
     return {
         **{k: getattr(graph, k) for k in ("plain_norms", "exact_norms", "nodes", "seconds", "from_cache", "frame")},
-        "fused": [{**_fields(f), "seam": json.loads(f.seam.to_json()), "kind": f.kind} for f in graph.fused],
+        "fused": [
+            {**_fields(f), "seam": json.loads(f.seam.to_json()), "kind": f.kind, "backend": f.backend}
+            for f in graph.fused
+        ],
         "refused": [{**_fields(r), "reason": r.reason.name, "remedy": r.remedy} for r in graph.refused],
         "residuals": [_fields(r) for r in graph.residuals],
     }
@@ -226,7 +234,7 @@ def graph_from_dict(data: dict[str, Any]) -> GraphReport:
     """The inverse of `graph_to_dict`."""
     fused = tuple(
         FusedSeam(
-            **{k: v for k, v in f.items() if k not in ("kind", "seam")},
+            **{k: v for k, v in f.items() if k not in ("kind", "seam", "backend")},
             seam=Seam.from_json(json.dumps(f["seam"])),
         )
         for f in data["fused"]
@@ -243,13 +251,6 @@ def _fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
-def _backend_of(seam: FusedSeam) -> str:
-    """What runs it; where that is chosen at run time, what was chosen."""
-    if seam.backend != "auto" or seam.seam.reduce is None:
-        return seam.backend
-    return select.chosen(seam.seam.reduce.group) or "auto, not run yet"
-
-
 def _place(source: str) -> str:
     """`file.py:12` out of a source line; the code itself is in the JSON."""
     return source.split(" in ")[0].split("/")[-1]
@@ -261,7 +262,8 @@ def _count(number: int, what: str) -> str:
 
 def _row(seam: FusedSeam) -> tuple[str, ...]:
     """What seams of one row of the table share: kind, hidden size, dtype and backend."""
-    return seam.kind, seam.shape.rsplit(" x ", 1)[-1], seam.dtype, _backend_of(seam)
+    backend = "auto, not run yet" if seam.backend == "auto" else seam.backend
+    return seam.kind, seam.shape.rsplit(" x ", 1)[-1], seam.dtype, backend
 
 
 def render(report: FusionReport) -> Any:

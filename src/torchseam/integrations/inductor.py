@@ -96,8 +96,17 @@ class _Records:
             log.warning("the fusion record for this graph could not be written: %s", error)
 
 
-def _fingerprint(gm: torch.fx.GraphModule, inputs: Sequence[Any], identity: Any) -> str:
-    """Names a captured graph: its code, its inputs, what identifies the pass, and the modes that AOT compiles for."""
+def _settings(options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Inductor's configuration with these options in it, but for passes (they have identities of their own)."""
+    with inductor_config.patch({name: value for name, value in options.items() if not callable(value)}):
+        return sorted((name, repr(value)) for name, value in inductor_config.save_config_portable().items())
+
+
+def _fingerprint(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], identity: Any, options: dict[str, Any] | None = None
+) -> str:
+    """Names a captured graph: its code, its inputs, what identifies the pass, the modes that AOT compiles for, and
+    Inductor's settings. What Inductor would compile anew must have another name, or the record would be another's."""
     modes = [
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -105,9 +114,11 @@ def _fingerprint(gm: torch.fx.GraphModule, inputs: Sequence[Any], identity: Any)
         [(str(getattr(i, "placements", "")), str(getattr(i, "device_mesh", ""))) for i in inputs],
     ]
     shapes = [
-        (str(i.dtype), str(tuple(i.shape)), str(i.stride())) if isinstance(i, torch.Tensor) else str(i) for i in inputs
+        (str(i.dtype), str(tuple(i.shape)), str(i.stride()), str(i.device)) if isinstance(i, torch.Tensor) else str(i)
+        for i in inputs
     ]
-    return hashlib.sha256(repr((gm.code, shapes, modes, identity)).encode()).hexdigest()[:32]
+    parts = (gm.code, shapes, modes, identity, _settings(options or {}))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _constant_epsilons() -> Any:
@@ -131,7 +142,7 @@ class _Backend:
 
         report = self.fusion_pass.report
         identity = self.fusion_pass.uuid()
-        key = _fingerprint(gm, inputs, identity)
+        key = _fingerprint(gm, inputs, identity, self.options)
         before = len(report.graphs)
         compiled = compile_fx(gm, inputs, config_patches=self.options)
         fresh = report.graphs[before:]
