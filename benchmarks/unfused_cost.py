@@ -148,7 +148,7 @@ def measure(tokens: int, hidden: int, device: torch.device) -> Row:
     norm = Norm(EPS, weight="before_cast")
     seam = Seam(norm, Reduce(group, "collective"), residual=True, quants=(QUANT,), outputs=("residual",))
     operator = ops.in_place(seam, ("x", "residual"))
-    arguments = (x.clone(), stream.clone(), None, block.weight, [block.scale], seam.to_json())
+    arguments = (x.clone(), stream.clone(), None, block.weight, [block.scale], seam.to_text())
     done = [arguments[1], torch.empty_like(x, dtype=torch.float8_e4m3fn)]
     functional = torch.ops._c10d_functional
     scratch = torch.zeros_like(x)

@@ -167,7 +167,7 @@ def arguments(
 
 def positional(seam: Seam, given: dict[str, Any]) -> tuple[Any, ...]:
     """`arguments` in the order of the operator's schema, the seam's JSON last."""
-    return (*(given[n] for n in ("x", "residual", "inner_weight", "weight", "scales")), seam.to_json())
+    return (*(given[n] for n in ("x", "residual", "inner_weight", "weight", "scales")), seam.to_text())
 
 
 def split(seam: Seam, results: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[list[Tensor]]]:

@@ -33,7 +33,7 @@ def _number(value: float) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value of an operator's JSON without quotes; of a recipe only what is not its scheme's default."""
+    """A value of an operator's text without quotes; of a recipe only what is not its scheme's default."""
     if isinstance(value, dict) and "scheme" in value:
         usual = json.loads(Quant(value["scheme"]).to_json())
         other = [f"{k}: {_plain(v)}" for k, v in value.items() if v != usual[k]]
@@ -61,7 +61,7 @@ class _Printer:
             return _number(value)
         if isinstance(value, str):
             if value.startswith("{"):
-                data = json.loads(value)
+                data = json.loads(value.replace("'", '"'))
                 if data.get("reduce"):
                     data["reduce"]["group"] = self.groups[data["reduce"]["group"]]
                 return _plain(data)

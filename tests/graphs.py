@@ -45,7 +45,9 @@ class Captured:
 
 def seam_calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The nodes that run a seam, after the pass: `seam`, or `seam_` made functional."""
-    return [*graph.find_nodes(op="call_function", target=torch.ops.torchseam.seam.default), *_in_place(graph)]
+    targets = (torch.ops.torchseam.seam.default, torch.ops.torchseam.seam.single)
+    calls = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+    return [*calls, *_in_place(graph)]
 
 
 def _in_place(graph: torch.fx.Graph) -> list[torch.fx.Node]:

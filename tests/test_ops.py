@@ -70,6 +70,20 @@ def test_opcheck_of_seam(case):
     torch.library.opcheck(torch.ops.torchseam.seam.default, cases.positional(seam, given))
 
 
+def test_the_overloads_for_one_result():
+    case = cases.Case(NORM, "residual", BF16, FP32)
+    seam = case.seam(outputs=(), quants=(STATIC,))
+    given = cases.positional(seam, arguments(case, seam, (5,)))
+    torch.library.opcheck(torch.ops.torchseam.seam.single, given)
+    assert same(torch.ops.torchseam.seam.single(*given), torch.ops.torchseam.seam(*given)[0])
+    y = given[0]
+    one = (y, cases.scale_for(STATIC), STATIC.to_text())
+    torch.library.opcheck(torch.ops.torchseam.quantize.single, one)
+    assert same(torch.ops.torchseam.quantize.single(*one), torch.ops.torchseam.quantize(*one)[0])
+    with pytest.raises(ValueError, match="2 tensors are returned"):
+        torch.ops.torchseam.quantize.single(y, None, Quant("fp8_token").to_text())
+
+
 @pytest.mark.parametrize("lead", ((0,), (2, 3), ()), ids=str)
 def test_opcheck_of_seam_over_leading_dims(lead):
     case = cases.Case(NORM, "sandwich", BF16, FP32)
@@ -80,7 +94,7 @@ def test_opcheck_of_seam_over_leading_dims(lead):
 @pytest.mark.parametrize("quant", cases.QUANTS[::5], ids=cases.describe)
 def test_opcheck_of_quantize(quant):
     y = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(BF16)
-    torch.library.opcheck(torch.ops.torchseam.quantize.default, (y, cases.scale_for(quant), quant.to_json()))
+    torch.library.opcheck(torch.ops.torchseam.quantize.default, (y, cases.scale_for(quant), quant.to_text()))
 
 
 @pytest.mark.parametrize("stretch", cases.STRETCHES, ids=str)

@@ -111,7 +111,8 @@ def test_fake_results_are_those_of_the_functional_operator():
     (
         ({"reduce": None}, ("x",), "x is to be overwritten with a sum"),
         ({"outputs": ("norm",)}, ("residual",), "the seam emits"),
-        ({}, ("weight",), "allowed: 'x', 'residual' or both"),
+        ({}, ("weight",), "allowed: a list or tuple of 'x', 'residual' or both"),
+        ({}, "residual", "overwrite is 'residual'; allowed: a list or tuple"),
         ({"quants": (TOKEN,) * 5}, ("x",), "returns 12 tensors beside what it overwrites; allowed: 1 to 8"),
     ),
 )
@@ -119,6 +120,26 @@ def test_what_cannot_be_overwritten_is_a_value_error(changes, overwrite, words):
     seam, given = case_of("residual", **changes)
     with pytest.raises(ValueError, match=words):
         call(seam, given, overwrite)
+
+
+def test_a_residual_that_the_seam_does_not_have_cannot_be_overwritten():
+    seam, given = case_of("none")
+    with pytest.raises(ValueError, match="the seam emits"):
+        call(seam, given, ("residual",))
+
+
+@pytest.mark.parametrize("overwrite", ops.OVERWRITES, ids="+".join)
+def test_what_lies_in_memory_that_is_overwritten_is_a_value_error(overwrite):
+    seam, given = case_of("residual")
+    rows = torch.cat([given["x"].flatten(), given["residual"].flatten()])
+    shape, size = given["x"].shape, given["x"].numel()
+    apart = {**given, "x": rows[:size].view(shape), "residual": rows[size:].view(shape)}
+    want, _ = expected(seam, given, overwrite)
+    for one in ({"x": given["x"], "residual": given["x"]}, {"x": rows[:size].view(shape), "residual": rows[1:][:size]}):
+        one["residual"] = one["residual"].view(shape)
+        with pytest.raises(ValueError, match="x and the residual lie in the same memory"):
+            call(seam, {**given, **one}, overwrite)
+    assert all(same_bits(a, b) for a, b in zip(want, call(seam, apart, overwrite), strict=True))
 
 
 def test_only_contiguous_memory_is_overwritten():

@@ -89,6 +89,12 @@ def test_json_says_nothing_of_absent_parts():
     assert set(json.loads(Seam(NORM, quants=(STATIC,)).to_json())) == {"norm", "quants"}
 
 
+@pytest.mark.parametrize("value", (FULL, NVFP4), ids=("seam", "quant"))
+def test_the_text_for_operators_can_stand_in_the_source_of_c_as_it_is(value):
+    assert not set('"\\\n') & set(value.to_text())
+    assert type(value).from_json(value.to_text()) == value
+
+
 @pytest.mark.parametrize("into", RESIDUAL_PLACEMENTS)
 @pytest.mark.parametrize("out", RESIDUAL_PLACEMENTS)
 def test_where_the_rows_of_residuals_are_is_said_and_read_back(into, out):
@@ -117,7 +123,7 @@ def test_every_row_has_one_owner(world_size):
         assert max(map(len, owned)) == len(owned[0]) and max(map(len, owned)) - min(map(len, owned)) <= 1
 
 
-@pytest.mark.parametrize("name", ('tp "fast"', "tp\\0", "\\", '"'))
+@pytest.mark.parametrize("name", ('tp "fast"', "tp\\0", "\\", '"', "tp 'fast'", "'"))
 def test_a_name_that_json_would_have_to_escape_is_refused(name):
     for make in (lambda: Reduce(name), lambda: Reduce("tp", name)):
         with pytest.raises(ValueError) as caught:

@@ -1,7 +1,7 @@
 """The operators: `torchseam::seam` (a whole seam), `torchseam::seam_` (the same, overwriting x, the residual or
 both) and `torchseam::quantize` (a quantiser alone).
 
-Attributes travel as one line of JSON (`Seam.to_json`), tensors as arguments, so every seam is the
+Attributes travel as one line of text (`Seam.to_text`), tensors as arguments, so every seam is the
 same operator and no combination has a schema of its own. Inputs are validated here and nowhere
 else; the fake implementations give the shape, dtype and stride of the real results.
 """
@@ -49,6 +49,11 @@ _IN_PLACE = tuple(itertools.product(OVERWRITES, range(1, MAX_RETURNED + 1)))
 for _overwrites, _count in _IN_PLACE:
     _library.define(_schema(_overwrites, _count))
 _library.define("quantize(Tensor y, Tensor? scale, str quant) -> Tensor[]")
+#: What these return is one tensor, in no list: Inductor's `cpp_wrapper` (torch 2.13) takes a list of one for a tensor.
+_library.define(
+    "seam.single(Tensor x, Tensor? residual, Tensor? inner_weight, Tensor? weight, Tensor[] scales, str seam) -> Tensor"
+)
+_library.define("quantize.single(Tensor y, Tensor? scale, str quant) -> Tensor")
 _library.define("keep_cast(Tensor x, ScalarType dtype) -> Tensor")
 
 
@@ -110,17 +115,36 @@ def _check_seam(seam: Seam, operands: Operands) -> None:
         _check_quant(quant, next(given) if quant.takes_scale else None, x.shape[-1])
 
 
-def _check_overwritten(seam: Seam, operands: Operands) -> None:
-    if operands.reduced_out is not None and seam.reduce is None:
+def _check_overwrites(seam: Seam, names: Sequence[str]) -> None:
+    if "x" in names and seam.reduce is None:
         raise ValueError(f"x is to be overwritten with a sum over the ranks, but the seam is {seam.describe()!r}")
-    if operands.residual_out is not None and "residual" not in seam.outputs:
+    if "residual" in names and "residual" not in seam.outputs:
         raise ValueError(f"the residual is to be overwritten with the sum, but the seam emits {seam.outputs}")
-    for name, memory in (("x", operands.reduced_out), ("residual", operands.residual_out)):
-        if memory is not None and not memory.is_contiguous():
+
+
+def _check_overwritten(seam: Seam, operands: Operands) -> None:
+    places = {"x": operands.reduced_out, "residual": operands.residual_out}
+    overwritten = {name: memory for name, memory in places.items() if memory is not None}
+    _check_overwrites(seam, tuple(overwritten))
+    for name, memory in overwritten.items():
+        if not memory.is_contiguous():
             raise ValueError(
                 f"{name} has strides {memory.stride()} for its shape {tuple(memory.shape)}; "
                 "it must be contiguous to be overwritten"
             )
+    x, residual = operands.x, operands.residual
+    if residual is not None and torch._C._is_alias_of(x, residual) and _overlap(x, residual):  # type: ignore[attr-defined]
+        raise ValueError("x and the residual lie in the same memory; one of them is to be overwritten: give it its own")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage may have an element in common."""
+    starts = [t.storage_offset() for t in (a, b)]
+    lasts = [
+        t.storage_offset() + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        for t in (a, b)
+    ]
+    return a.numel() > 0 and max(starts) <= min(lasts)
 
 
 # ---- implementations --------------------------------------------------------------------------
@@ -204,6 +228,14 @@ def _quantize_fake(y: Tensor, scale: Tensor | None, quant: str) -> list[Tensor]:
     return empty_quantized(y, parsed)
 
 
+def _single(run: Callable[..., list[Tensor]], *args: Tensor | list[Tensor] | str | None) -> Tensor:
+    """The only result of `run`."""
+    results = run(*args)
+    if len(results) != 1:
+        raise ValueError(f"{len(results)} tensors are returned; the overload 'single' is for one")
+    return results[0]
+
+
 def _keep_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`, always a new tensor. Stands for a cast that a compiler must not fold (see compiler/casts.py)."""
     return x.to(dtype, copy=True)
@@ -219,8 +251,12 @@ for _key in ("CPU", "CUDA"):
     _library.impl("keep_cast", _keep_cast, _key)
     _library.impl("seam", _seam_real, _key)
     _library.impl("quantize", _quantize_real, _key)
+    _library.impl("seam.single", functools.partial(_single, _seam_real), _key)
+    _library.impl("quantize.single", functools.partial(_single, _quantize_real), _key)
 torch.library.register_fake("torchseam::seam", _seam_fake, lib=_library)
 torch.library.register_fake("torchseam::quantize", _quantize_fake, lib=_library)
+torch.library.register_fake("torchseam::seam.single", functools.partial(_single, _seam_fake), lib=_library)
+torch.library.register_fake("torchseam::quantize.single", functools.partial(_single, _quantize_fake), lib=_library)
 torch.library.register_fake("torchseam::keep_cast", _keep_cast, lib=_library)
 
 
@@ -258,7 +294,7 @@ def seam(
     Raises:
         ValueError: an argument does not fit the seam; the message says which and what would.
     """
-    arguments = (x, residual, inner_weight, weight, list(scales), seam.to_json())
+    arguments = (x, residual, inner_weight, weight, list(scales), seam.to_text())
     if not overwrite:
         return torch.ops.torchseam.seam(*arguments)
     returned = in_place(seam, overwrite)(*arguments)
@@ -275,8 +311,10 @@ def returned_beside(seam: Seam, overwrite: Sequence[str]) -> int:
 def in_place(seam: Seam, overwrite: Sequence[str]) -> torch._ops.OpOverload:
     """The overload of `torchseam::seam_` that runs a seam and overwrites these arguments; ValueError without one."""
     names = tuple(name for name in ("x", "residual") if name in overwrite)
-    if len(names) != len(overwrite) or not names:
-        raise ValueError(f"overwrite is {tuple(overwrite)}; allowed: 'x', 'residual' or both")
+    if isinstance(overwrite, str) or len(names) != len(overwrite) or not names:
+        given = overwrite if isinstance(overwrite, str) else tuple(overwrite)
+        raise ValueError(f"overwrite is {given!r}; allowed: a list or tuple of 'x', 'residual' or both")
+    _check_overwrites(seam, names)
     returned = returned_beside(seam, names)
     if not 1 <= returned <= MAX_RETURNED:
         raise ValueError(f"the seam returns {returned} tensors beside what it overwrites; allowed: 1 to {MAX_RETURNED}")
@@ -290,7 +328,7 @@ def quantize(y: Tensor, quant: Quant, scale: Tensor | None = None) -> list[Tenso
     `scale`: fp32, one element: the scale of static FP8, the global scale of NVFP4 (see `Quant.global_scale`).
     Raises ValueError when y or the scale do not fit the recipe.
     """
-    return torch.ops.torchseam.quantize(y, scale, quant.to_json())
+    return torch.ops.torchseam.quantize(y, scale, quant.to_text())
 
 
 dequantize = reference.dequantize

@@ -1,9 +1,10 @@
 """The vocabulary: what a seam is, as frozen values.
 
 No tensors, no fx, no Triton here: every floor above speaks of seams in these words. A `Seam`
-travels through graphs as one line of JSON (`Seam.to_json`), so an operator needs no new schema
-when a part gains an attribute. The JSON is written once, by plain string formatting: so
-torch.compile can trace a `Quant` made inside `forward`, and reads that of one made outside as a
+travels through graphs as one line of text (`Seam.to_text`), so an operator needs no new schema
+when a part gains an attribute. It is JSON with ' in the place of ": Inductor's `cpp_wrapper` puts
+the text into C++ source between " as it is. The JSON is written once, by plain string formatting:
+so torch.compile can trace a `Quant` made inside `forward`, and reads that of one made outside as a
 constant (its integers would become symbolic).
 """
 
@@ -86,7 +87,7 @@ class Reduce:
         _choose("Reduce.residual_in", self.residual_in, RESIDUAL_PLACEMENTS)
         _choose("Reduce.residual_out", self.residual_out, RESIDUAL_PLACEMENTS)
         for text in (self.group, self.backend):
-            if '"' in text or "\\" in text or not text.isprintable():
+            if any(mark in text for mark in "'\"\\") or not text.isprintable():
                 raise ValueError(f"Reduce has {text!r}; names must be printable, without quotes and backslashes")
 
     @property
@@ -197,6 +198,7 @@ class Quant:
         if floor and not computes:
             raise ValueError(f"scale_floor is {floor!r}, but {self.scheme!r} computes no scale that could be too small")
         object.__setattr__(self, "_json", self._as_json())
+        object.__setattr__(self, "_text", self.to_json().replace('"', "'"))
 
     @property
     def takes_scale(self) -> bool:
@@ -216,6 +218,10 @@ class Quant:
     def to_json(self) -> str:
         return self._json  # type: ignore[attr-defined]
 
+    def to_text(self) -> str:
+        """What the operators take."""
+        return self._text  # type: ignore[attr-defined]
+
     def _as_json(self) -> str:
         return (
             f'{{"scheme":"{self.scheme}","group_size":{self.group_size},"scale_dtype":"{self.scale_dtype}",'
@@ -226,6 +232,7 @@ class Quant:
 
     @staticmethod
     def from_json(text: str) -> Quant:
+        """The inverse of `to_json`, and of `to_text`."""
         return _quant_from_json(text)
 
 
@@ -262,6 +269,7 @@ class Seam:
         if self.reduce is not None and self.reduce.residual_out == "sharded" and "residual" not in self.outputs:
             raise ValueError("Reduce.residual_out is 'sharded' but the seam emits no residual")
         object.__setattr__(self, "_json", self._as_json())
+        object.__setattr__(self, "_text", self.to_json().replace('"', "'"))
 
     def local(self) -> Seam:
         """The same seam without its collective: what runs once the sum is there. Made once: every call asks for it."""
@@ -284,6 +292,10 @@ class Seam:
     def to_json(self) -> str:
         return self._json  # type: ignore[attr-defined]
 
+    def to_text(self) -> str:
+        """What the operators take."""
+        return self._text  # type: ignore[attr-defined]
+
     def _as_json(self) -> str:
         parts = [f'"norm":{self.norm.to_json()}']
         if self.reduce is not None:
@@ -300,17 +312,23 @@ class Seam:
 
     @staticmethod
     def from_json(text: str) -> Seam:
+        """The inverse of `to_json`, and of `to_text`."""
         return _seam_from_json(text)
+
+
+def _loads(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(text.replace("'", '"'))  # no name in it holds either (Reduce)
+    return values
 
 
 @functools.lru_cache(maxsize=4096)
 def _quant_from_json(text: str) -> Quant:
-    return Quant(**json.loads(text))
+    return Quant(**_loads(text))
 
 
 @functools.lru_cache(maxsize=4096)
 def _seam_from_json(text: str) -> Seam:
-    d = json.loads(text)
+    d = _loads(text)
     return Seam(
         norm=Norm(**d["norm"]),
         reduce=Reduce(**d["reduce"]) if "reduce" in d else None,

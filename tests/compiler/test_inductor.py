@@ -120,6 +120,25 @@ def test_a_sum_that_belongs_to_no_seam_stays_one_with_its_product(exact, own_cac
     assert same_bits(forward(*args), got) or not exact
 
 
+@pytest.mark.parametrize("scheme, order", [("fp8_static", "plain"), ("nvfp4", "residual")])
+def test_with_inductors_cpp_wrapper(scheme, order, own_cache):
+    """It puts the operators' text between quotes as it is, and takes a list of one tensor for a tensor."""
+    model = block(LlamaNorm, order, Quant(scheme))
+    args = inputs()
+    compiled = torchseam.compile(model, config=EXACT, fullgraph=True, options={"cpp_wrapper": True})
+    assert all(same_bits(a, b) for a, b in zip(model(*args), compiled(*args), strict=True))
+    assert torchseam.report(compiled).fused == 1
+
+
+def test_a_quantiser_of_no_seam_with_inductors_cpp_wrapper(own_cache):
+    def forward(x, scale):
+        return ops.quantize(x, FP8, scale)[0]
+
+    args = (torch.randn(3, HIDDEN).bfloat16(), torch.tensor(0.01))
+    compiled = torchseam.compile(forward, config=EXACT, fullgraph=True, options={"cpp_wrapper": True})
+    assert same_bits(forward(*args), compiled(*args))
+
+
 # ---- results ------------------------------------------------------------------------------------
 
 
@@ -255,6 +274,21 @@ def test_autocast_has_a_record_of_its_own():
     with torch.enable_grad():
         assert inductor._fingerprint(gm, [], "id") != plain
     assert inductor._fingerprint(gm, [], "id") == plain
+
+
+def test_so_has_what_inductor_compiles_anew():
+    """Its settings, from wherever they come, and where the inputs lie; not what it passes over in its own key."""
+    gm, fused = torch.fx.symbolic_trace(torch.nn.Identity()), FusionPass(SeamConfig())
+    named = [
+        inductor._fingerprint(gm, [], "id", options)
+        for options in ({}, {"emulate_precision_casts": True}, {"epilogue_fusion": False}, {"cpp.threads": 3})
+    ]
+    with inductor_config.patch(epilogue_fusion=False):
+        assert inductor._fingerprint(gm, [], "id") == named[2]
+    named += [inductor._fingerprint(gm, [torch.empty(2, device=device)], "id") for device in ("cpu", "meta")]
+    assert len(set(named)) == len(named)
+    passed = {"post_grad_custom_post_pass": fused, "compile_threads": 1}
+    assert inductor._fingerprint(gm, [], "id", passed) == named[0]
 
 
 def test_inductors_config_is_left_as_it_was(own_cache):

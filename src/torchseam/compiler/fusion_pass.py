@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from torchseam.backends import flashinfer_api, select
+from torchseam.backends import flashinfer_api
 from torchseam.compiler import casts, products
 from torchseam.compiler.dialects.collectives import vllm_groups
 from torchseam.compiler.dialects.views import value
@@ -33,7 +33,7 @@ from torchseam.compiler.report import (
     source_line,
 )
 from torchseam.compiler.reuse import reuse
-from torchseam.compiler.rewrite import rewrite
+from torchseam.compiler.rewrite import rewrite, without_lists_of_one
 from torchseam.compiler.shard import shard
 from torchseam.compiler.user_passes import as_passes, identities
 from torchseam.config import LOG_VARIABLE, SeamConfig
@@ -83,12 +83,11 @@ def _describe(seam: Seam, call: Node) -> FusedSeam:
     tokens: Any = 1
     for size in lead:
         tokens = tokens * size
-    backend = select.expected(seam.reduce, val.device) if seam.reduce else "local"
     return FusedSeam(
         seam,
         f"{tokens} x {hidden}",
         str(val.dtype).removeprefix("torch."),
-        backend,
+        val.device.type,
         call.name,
         source_line(call),
     )
@@ -101,7 +100,7 @@ def run_pass(graph: Graph, config: SeamConfig) -> GraphReport:
     sums = products.take_apart(graph)
     decided: Plan = plan(graph, find(graph), config)
     if not config.exact:
-        products.put_together(graph, sums, but={chain.add for chain in decided.chains})
+        products.put_together(graph, sums, but={chain.add for chain in decided.chains if chain.add is not None})
     calls: dict[Node, Seam] = {}
     replaced: dict[Node, Node] = {}
     for chain in decided.chains:
@@ -114,7 +113,8 @@ def run_pass(graph: Graph, config: SeamConfig) -> GraphReport:
         for call, node in reuse(graph, calls).items():
             if call in fused:
                 fused[call] = dataclasses.replace(fused[call], node=node.name)
-        graph.lint()
+    without_lists_of_one(graph)
+    graph.lint()
     return GraphReport(
         tuple(fused.values()),
         tuple(decided.refusals),

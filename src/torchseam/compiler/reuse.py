@@ -33,7 +33,9 @@ _RUN_WHERE_THEY_STAND = {
     aten.addmm.default,
     aten.bmm.default,
     torch.ops.torchseam.quantize.default,
+    torch.ops.torchseam.quantize.single,
     torch.ops.torchseam.seam.default,
+    torch.ops.torchseam.seam.single,
     _functionalized,
 }
 #: Nodes that are looked at below a reader; beyond, its memory counts as read. No model comes near.

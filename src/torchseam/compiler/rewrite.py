@@ -106,7 +106,7 @@ def rewrite(graph: Graph, chain: Chain, backend: str, replaced: dict[Node, Node]
         assert source is not None
         x = replay(graph, source, chain.x_views)
         inner_weight = now(chain.inner.weight) if chain.inner else None
-        call = _call(graph, (x, now(chain.residual), inner_weight, now(chain.norm.weight), scales, seam.to_json()))
+        call = _call(graph, (x, now(chain.residual), inner_weight, now(chain.norm.weight), scales, seam.to_text()))
         for key in ("stack_trace", "nn_module_stack", "seq_nr"):
             if key in chain.norm.output.meta:
                 call.meta[key] = chain.norm.output.meta[key]
@@ -139,6 +139,26 @@ def rewrite(graph: Graph, chain: Chain, backend: str, replaced: dict[Node, Node]
         if not node.users:
             graph.erase_node(node)
     return seam, call
+
+
+#: The overload for a single result, of operators that return a list.
+_SINGLE = {
+    torch.ops.torchseam.seam.default: torch.ops.torchseam.seam.single,
+    torch.ops.torchseam.quantize.default: torch.ops.torchseam.quantize.single,
+}
+
+
+def without_lists_of_one(graph: Graph) -> None:
+    """Let each operator of ours that returns one tensor return it in no list (`ops` says why)."""
+    for target, single in _SINGLE.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            if len(node.meta["val"]) != 1 or any(user.target is not operator.getitem for user in node.users):
+                continue
+            node.target = single
+            (node.meta["val"],) = node.meta["val"]
+            for item in list(node.users):
+                item.replace_all_uses_with(node)
+                graph.erase_node(item)
 
 
 def _shape_as(graph: Graph, reduced: Node, like: Node) -> Node:

@@ -87,4 +87,4 @@ def _place(calls: dict[Node, Seam], call: Node, **placement: Any) -> None:
     seam = calls[call]
     assert seam.reduce is not None
     calls[call] = dataclasses.replace(seam, reduce=dataclasses.replace(seam.reduce, **placement))
-    call.update_arg(5, calls[call].to_json())
+    call.update_arg(5, calls[call].to_text())
