@@ -152,10 +152,11 @@ def without_lists_of_one(graph: Graph) -> None:
     """Let each operator of ours that returns one tensor return it in no list (`ops` says why)."""
     for target, single in _SINGLE.items():
         for node in graph.find_nodes(op="call_function", target=target):
-            if len(node.meta["val"]) != 1 or any(user.target is not operator.getitem for user in node.users):
+            vals = node.meta.get("val", ())
+            if len(vals) != 1 or any(user.target is not operator.getitem for user in node.users):
                 continue
             node.target = single
-            (node.meta["val"],) = node.meta["val"]
+            (node.meta["val"],) = vals
             for item in list(node.users):
                 item.replace_all_uses_with(node)
                 graph.erase_node(item)
